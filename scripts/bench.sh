@@ -5,23 +5,31 @@
 #        scripts/bench.sh cpu-copy [--json FILE]
 #        scripts/bench.sh serve [--json FILE] [--only WORD] [--rounds N]
 #        scripts/bench.sh verify [--json FILE] [--rounds N]
+#        scripts/bench.sh wire [--json FILE] [--only WORD] [--device cuda]
+#        scripts/bench.sh heads [--json FILE] [--only WORD] [--rounds N]
 #        scripts/bench.sh scale [--json FILE] [--only BACKEND] [--ranks N]... [--rounds N]
 #
 #   plan          times and peak memory of planning a transfer, stock and patched, and their ratios;
-#                 for sliding windows also the time that NIXL takes to make the transfer; a few
-#                 minutes; status 1 if patched is slower anywhere (by a tenth) or misses a target
+#                 for sliding windows also the time that NIXL takes to make the transfer, for KV
+#                 heads between TP sizes packed beside sliced and whole pages; a few minutes;
+#                 status 1 if patched is slower anywhere (by a tenth) or misses a target
 #   cpu-copy      a request's KV to the host and back, against a loop and one memcpy; a minute
 #   serve         real pairs of servers, stock and patched in turns: time to the first token and
 #                 requests per second; half an hour; status 1 if patched is slower beyond the noise
 #   verify        SGLANG_PD_VERIFY: digests against memcpy, and the time to the first token without
 #                 and with it; ten minutes
+#   wire          KV heads between TP sizes over NIXL, packed beside sliced and one flat write, by
+#                 shared memory and over TCP; a quarter of an hour; status 1 if packed is slower
+#   heads         the same on real servers, beside equal TP, in turns: time to the first token of
+#                 8,000 tokens, decode's longest pause; ten minutes; status 1 as for wire
 #   scale         8 to 64 prefill ranks and as many decode ranks, without a model, stock and patched
 #                 in turns: what they cost each other; an hour; status 1 if a figure grows faster
 #                 with the number of ranks than in stock
-#   --only WORD   only the fleets, or backends, with WORD in their name
+#   --only WORD   only the fleets, backends or (wire) transports, with WORD in their name
 #   --rounds N    measure everything N times, stock and patched in turns
 #   --ranks N     ranks of each side, a multiple of 4; may be repeated (default: 8, 16, 32, 64)
 #   --json FILE   write the figures to FILE, for scripts/evidence.sh
+#   --device cuda the pools are on a GPU
 #   --check       only compare what the two sides copy, at small sizes
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/release.sh"
@@ -29,14 +37,14 @@ choose_release "$@"
 set -- "${words[@]}"
 case ${1:-} in
     plan) python=("$root/scripts/cpu_host.sh" --engine stock python) ;;
-    cpu-copy | verify) python=("$root/scripts/cpu_host.sh" python) ;;
-    serve | scale)
+    cpu-copy | verify | wire) python=("$root/scripts/cpu_host.sh" python) ;;
+    serve | scale | heads)
         # `packages` has what makes the models.
         path="$root/python:$root/.pd-env/$SGLANG_PD_RELEASE/packages"
         python=(env "PYTHONPATH=$path" "$root/.pd-env/base/bin/python")
         ;;
     *)
-        echo "bench: '${1:-}' is not plan, cpu-copy, serve, verify or scale; see --help" >&2
+        echo "bench: '${1:-}' is not plan, cpu-copy, serve, verify, wire, heads or scale; see --help" >&2
         exit 2
         ;;
 esac

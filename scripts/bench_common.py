@@ -26,6 +26,26 @@ PLAN |= {"faster": "{faster[ours]:.2f}x", "arrays ms": "{ms[arrays]:.3f}"}
 PLAN |= {"arrays faster": "{faster[arrays]:.1f}x"}
 PLAN |= {"stock MB": "{peak_mb[stock]:.1f}", "patched MB": "{peak_mb[ours]:.1f}"}
 
+PLAN_PACKED = {"from, to": "{direction}", "pages": "{pages:,}", "tokens per page": "{page_size:d}"}
+PLAN_PACKED |= {"lie": "{lie}", "packed copies": "{copies[packed]:,}"}
+PLAN_PACKED |= {"sliced copies": "{copies[sliced]:,}", "whole pages": "{copies[whole pages]:,}"}
+PLAN_PACKED |= {"packed ms": "{ms[packed]:.2f}", "sliced ms": "{ms[sliced]:.2f}"}
+PLAN_PACKED |= {"whole pages ms": "{ms[whole pages]:.2f}"}
+
+WIRE = {"over": "{transport}", "from, to": "{direction}", "tokens per page": "{page_size:d}"}
+WIRE |= {"pages": "{lie}", "flat ms": "{ms[flat]:.0f}", "whole pages ms": "{ms[whole]:.0f}"}
+WIRE |= {"packed ms": "{ms[packed]:.0f}"}
+WIRE |= {"sliced ms": "{ms[sliced]:.0f}", "packed of flat": "{of_flat[packed]:.2f}"}
+WIRE |= {"sliced of flat": "{of_flat[sliced]:.2f}", "packed copies": "{copies[packed]:,}"}
+WIRE |= {"sliced copies": "{copies[sliced]:,}", "copy, GB/s": "{copy GB/s:.2f}"}
+WIRE |= {"memcpy, GB/s": "{memcpy GB/s:.2f}"}
+
+WIRE_CUDA = {name: text for name, text in WIRE.items() if name != "whole pages ms"}
+
+SERVED_HEADS = {"fleet": "{fleet}", "figure": "{figure}", "packed": "{packed:.0f}"}
+SERVED_HEADS |= {"sliced": "{sliced:.0f}", "equal TP": "{equal TP:.0f}"}
+SERVED_HEADS |= {"sliced / packed": "{gain:.2f}", "noise": "{noise:.2f}"}
+
 CPU_COPY = {"pool": "{pool}", "tokens": "{tokens:,}", "MB": "{mb:.0f}"}
 CPU_COPY |= {"memcpy ms": "{ms[memcpy]:.1f}", "to host: pool ms": "{ms[to host, pool]:.1f}"}
 CPU_COPY |= {"to host: loop ms": "{ms[to host, loop]:.1f}"}

@@ -21,10 +21,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Annotated
 
 import bench_0_5_23
+import bench_packed
 import bench_windows
 import numpy as np
 import typer
-from bench_common import PLAN, JsonFile, console, finish, medians, show
+from bench_common import PLAN, PLAN_PACKED, JsonFile, console, finish, medians, show
 
 from pd_harness.releases import release
 
@@ -341,6 +342,18 @@ def check(kind: TransferCase, src: np.ndarray, dst: np.ndarray) -> int:
     return sum(part.shape[1] for part in kept[kind.ours])
 
 
+def check_packed() -> None:
+    """Check that packed and sliced heads carry the same number of bytes. Raises as `check`."""
+    kv_layout = sys.modules[f"{ENGINE}.kv_layout"]
+    for direction, page_size, count in itertools.product(
+        bench_packed.DIRECTIONS, bench_packed.PAGE_SIZES, CHECKED_PAGES
+    ):
+        plans = bench_packed.make_plans(kv_layout, direction, page_size)
+        for is_scattered in (False, True):
+            pages = (bench_packed.make_pages(count, is_scattered, seed) for seed in (1, 2))
+            bench_packed.check(plans, *pages)
+
+
 def peak_mb(side: Callable) -> float:
     """Peak memory of one call, in 10^6 bytes, including NumPy's."""
     tracemalloc.start()
@@ -404,6 +417,7 @@ def main(
     if only_check:
         for kind, count, fragments in itertools.product(every, CHECKED_PAGES, FRAGMENTS):
             check(kind, *(make_pages(count, fragments, seed) for seed in (1, 2)))
+        check_packed()
         console().print(f"{len(every)} kinds of transfer: stock and patched copy the same bytes")
         return
     gc.disable()  # it would slow stock most, since it scans stock's tuples
@@ -414,8 +428,11 @@ def main(
             row = measure(*case)
         rows.append(row)
         gc.collect()
+    packed = bench_packed.rows(sys.modules[f"{ENGINE}.kv_layout"])
     show("Planning one transfer: medians, stock and patched in turns", PLAN, rows)
-    finish({"rows": rows, "missed": regressions(rows)}, json_file)
+    show("Planning KV heads between TP sizes: medians, in turns", PLAN_PACKED, packed)
+    missed = regressions(rows) + bench_packed.misses(packed)
+    finish({"rows": rows, "packed": packed, "missed": missed}, json_file)
 
 
 if __name__ == "__main__":

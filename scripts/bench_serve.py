@@ -10,10 +10,12 @@ import contextlib
 import dataclasses
 import json
 import random
+import shutil
 import signal
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Annotated
 
 import httpx
@@ -22,7 +24,7 @@ import typer
 from bench_common import SERVE, JsonFile, console, finish, show
 
 from pd_harness import cluster
-from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel
+from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel, write_atomically
 
 LOGS = cluster.PD_ENV / "logs" / "bench"
 ENGINES = ("stock", "patched")
@@ -32,6 +34,7 @@ NEW_TOKENS = 16
 SEQUENTIAL_REQUESTS = 6  # in a block, one after the other
 BURST_REQUESTS = 16  # then, in the same block, all at once
 SECONDS = 120  # for an answer
+LONG_CONTEXT = 16_384  # tokens
 # The figures, and whether higher is better.
 FIGURES = {
     "first token, alone, ms": False,
@@ -68,6 +71,19 @@ def pair(name: str, engine: str) -> ServerPair:
     topology, kind = FLEETS[name]
     model = kind.make(cluster.RELEASE_ENV / "models")
     return cluster.pd_servers(topology, model, folder, engine, engine, idle_sleep=False)[:2]
+
+
+def long_model() -> Path:
+    """The tests' model with a longer context in its config, for other benchmarks."""
+    short = TinyGQA().make(cluster.RELEASE_ENV / "models")
+
+    def write(folder: Path) -> None:
+        shutil.copytree(short, folder, dirs_exist_ok=True)
+        config = json.loads((folder / "config.json").read_text())
+        config["max_position_embeddings"] = LONG_CONTEXT
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return write_atomically(short.with_name(f"{short.name}-long"), write)
 
 
 def run_blocks(

@@ -5,13 +5,10 @@ there is one. For the time to the first token two patched pairs of servers run, 
 verifies; one pair is stopped (SIGSTOP) while the other serves, as in `bench_serve.py`.
 """
 
-import json
 import logging
 import random
-import shutil
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import bench_serve
@@ -24,14 +21,13 @@ from sglang.srt.disaggregation.kv_layout import RankLayout, describe_pools, sent
 from sglang.srt.disaggregation.pd.page_digests import PageViews
 
 from pd_harness import cluster
-from pd_harness.cpu_host.models import TinyGQA, write_atomically
 from pd_harness.ports import free_ports
 
 REPEATS = 5
 LENGTHS = (1024, 8192)  # of prompts, in tokens
 ROUNDS = 6
 MODES = {"off": "0", "on": "1"}
-CONTEXT = 16_384  # tokens; also each pool's size
+CONTEXT = bench_serve.LONG_CONTEXT  # also each pool's size
 TOPOLOGY = cluster.Topology("nixl", page_size=16, decode_tokens=CONTEXT)
 
 
@@ -83,19 +79,6 @@ def digest_row(name: str, memory: PageViews, parts: tuple, tokens: int) -> dict:
     }
 
 
-def long_model() -> Path:
-    """The tests' model with a longer context in its config."""
-    short = TinyGQA().make(cluster.RELEASE_ENV / "models")
-
-    def write(folder: Path) -> None:
-        shutil.copytree(short, folder, dirs_exist_ok=True)
-        config = json.loads((folder / "config.json").read_text())
-        config["max_position_embeddings"] = CONTEXT
-        (folder / "config.json").write_text(json.dumps(config))
-
-    return write_atomically(short.with_name(f"{short.name}-long"), write)
-
-
 def pair(mode: str) -> bench_serve.ServerPair:
     """Patched servers over NIXL for long prompts; with mode "on" they verify."""
     logs, (store_port,) = bench_serve.LOGS / f"verify-{mode}", free_ports(1)
@@ -104,7 +87,7 @@ def pair(mode: str) -> bench_serve.ServerPair:
         "idle_sleep": False,
         "chunk": 2048,
     }
-    where = ("patched", long_model(), logs, store_port)
+    where = ("patched", bench_serve.long_model(), logs, store_port)
     prefill = cluster.prefill_server(TOPOLOGY, *where, max_tokens=CONTEXT, **common)
     return prefill, cluster.decode_server(TOPOLOGY, *where, **common)
 

@@ -2,7 +2,8 @@
 # Measure what this project claims, and write docs/evidence/RELEASE.md from the measurements.
 #
 # usage: scripts/evidence.sh [--release RELEASE]
-#                            [setup|demo|tests|nightly|planning|cpu-copy|serve|verify|scale|report...]
+#                            [setup|demo|tests|nightly|planning|cpu-copy|serve|verify|wire|heads
+#                             |scale|report...]
 #
 #   setup    scripts/setup.sh in a fresh copy of the checkout, cold and warm, and its size
 #   demo     scripts/demo.sh on the patched engine and with --stock
@@ -12,11 +13,13 @@
 #   cpu-copy scripts/bench.sh cpu-copy, likewise
 #   serve    scripts/bench.sh serve, likewise
 #   verify   scripts/bench.sh verify, likewise
+#   wire     scripts/bench.sh wire, likewise
+#   heads    scripts/bench.sh heads, likewise
 #   scale    scripts/bench.sh scale, likewise
 #   report   docs/evidence/RELEASE.md and scale-RELEASE.svg from the last measurements; what was not
 #            measured is not in it, and each table has its rows' days and machines
 #
-# Without a step: all of them, about four hours on two cores. Measurements are written to
+# Without a step: all of them, about five hours on two cores. Measurements are written to
 # .pd-env/RELEASE/evidence; the report also copies them to docs/evidence/RELEASE, where the next
 # report finds them on any machine. Without a release: the default one.
 set -euo pipefail

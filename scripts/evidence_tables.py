@@ -5,7 +5,21 @@ What was not measured is not in the report: no table without rows, no column wit
 
 import json
 
-from bench_common import CPU_COPY, DIGESTS, FIRST_TOKEN, GROWTH, PLAN, SCALE, SERVE, Columns, cells
+from bench_common import (
+    CPU_COPY,
+    DIGESTS,
+    FIRST_TOKEN,
+    GROWTH,
+    PLAN,
+    PLAN_PACKED,
+    SCALE,
+    SERVE,
+    SERVED_HEADS,
+    WIRE,
+    WIRE_CUDA,
+    Columns,
+    cells,
+)
 from evidence_rows import RELEASE, bench, latest_rows, measures, step_machine
 
 # Rows of the table of times: the step, and its entry in `measures`.
@@ -22,7 +36,7 @@ ENGINE_PAIRS = ("stock", "patched", "stock-to-patched", "patched-to-stock")
 
 def report_lines() -> list[str]:
     """The lines of the whole report."""
-    measured = (planning, cpu_copy, scenarios, drafts, serving_speed, scale)
+    measured = (planning, packed_heads, cpu_copy, scenarios, drafts, serving_speed, scale)
     proven = (verified, verify_cost)
     attacked = (faults, attacks, hang_ups, event_loop, back_off, soak)
     return [
@@ -132,6 +146,38 @@ instead of lists. MB: the peak memory of one call."""
     gains = (f"{kind} {faster:.2f}x at {pages:,}" for kind, (faster, pages) in least.items())
     smallest = f"The smallest speedup at any size from 1 page up: {'; '.join(gains)}."
     return [*section(text, PLAN, long), smallest, "", *misses("plan")]
+
+
+def packed_heads() -> list[str]:
+    """Three tables of KV heads between TP sizes: planned, over the wire, and on servers."""
+    plan = """\
+KV heads between TP sizes, planned (`scripts/bench.sh plan`): a rank's 64 layers of 4 of 8 KV heads,
+packed (docs/plan.md) beside slices and beside whole pages of the same bytes at equal TP. Processor
+time up to the arrays that NIXL takes; prefill packs a chunk of 8,192 tokens."""
+    wire = """\
+The same over NIXL (`scripts/bench.sh wire`): 256 MiB of a chunk of 8,192 tokens from one process to
+another, in host memory, medians in turns. Flat: one write of as many bytes; whole pages: as between
+ranks of equal TP, to the same slots. TP 1 to 2 includes
+prefill's packing, in rounds of 8 MiB beside the wire; TP 2 to 1 does not include decode's
+interleaving, which a thread does afterwards. Copy: what one core interleaves or packs in a second,
+beside one memcpy."""
+    on_gpu = f"""\
+The same between two processes with their pools in the memory of one GPU (`scripts/bench.sh wire
+--device cuda`; {bench("wire-cuda").get("device", "")}): UCX copies within it by the driver. Copy:
+what the GPU interleaves or packs in a second."""
+    served = """\
+The same on servers over NIXL (`scripts/bench.sh heads`): prompts of 8,000 tokens, prefilled in
+chunks of 2,048, without a router; three pairs of patched servers in turns. Sliced:
+`SGLANG_PD_PACKED=0`; equal TP: decode with prefill's size. The pause is the longest iteration of
+decode's event loop."""
+    return [
+        *section(plan, PLAN_PACKED, bench_rows("plan", "packed")),
+        *section(wire, WIRE, bench_rows("wire")),
+        *misses("wire"),
+        *section(on_gpu, WIRE_CUDA, bench_rows("wire-cuda")),
+        *section(served, SERVED_HEADS, bench_rows("heads")),
+        *misses("heads"),
+    ]
 
 
 def cpu_copy() -> list[str]:

@@ -29,6 +29,7 @@ NIGHTLY_FOR_OTHER_RELEASES = {
             "memfabric_faults",
             "memory",
             "metadata",
+            "packed_faults",
             "stopped_peer",
             "verify",
         )

@@ -50,7 +50,7 @@ STAGING_VARIABLES = {
     "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "64",
 }
 RANKS_FROM = "SGLANG_PD_RANKS_FROM"  # on NPUs: how many ranks the smallest fleet to run has
-NO_STOCK_ON_NPU = "on an NPU the only engine is this Python's, and it is patched"
+ONE_ENGINE = "on NPUs and GPUs the only engine is this Python's, and it is patched"
 
 
 class ServerFailed(RuntimeError):
@@ -142,7 +142,7 @@ def interpreter(environment: str) -> Path:
     """
     if device() != "cpu":
         if environment == "stock":
-            raise FileNotFoundError(NO_STOCK_ON_NPU)
+            raise FileNotFoundError(ONE_ENGINE)
         return Path(sys.executable)
     folder = PD_ENV if environment == "base" else RELEASE_ENV
     python = folder / environment / "bin" / "python"
@@ -158,7 +158,7 @@ def engine_folder(environment: str) -> Path:
     """The folder `sglang/` that servers of ``stock`` or ``patched`` import.
 
     Raises:
-        FileNotFoundError: the environment does not exist, or is ``stock`` on an NPU.
+        FileNotFoundError: the environment does not exist, or is ``stock`` on an NPU or a GPU.
     """
     ask = "import importlib.util; print(importlib.util.find_spec('sglang').origin)"
     command = [str(interpreter(environment)), "-c", ask]
@@ -173,11 +173,11 @@ def skip_reason(backend: str, ranks: int, engines: Collection[str]) -> str | Non
     """Why a fleet with this many ranks cannot run on this device; None if it can."""
     if device() == "cpu":
         return None
-    needed = {"npu": "ascend", "cuda": "nixl"}[device()]
-    if backend != needed:
-        return f"on this device the backend is {needed}, not {backend}"
+    of_device = "nixl" if device() == "cuda" else "ascend"
+    if backend != of_device:
+        return f"on {device()} the backend is {of_device}, not {backend}"
     if "stock" in engines:
-        return NO_STOCK_ON_NPU
+        return ONE_ENGINE
     if device() == "cuda":
         return None  # ranks share GPUs
     least = int(os.environ.get(RANKS_FROM, "1"))

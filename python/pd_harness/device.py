@@ -1,7 +1,9 @@
-"""The device that tests run on: Ascend NPUs if there are any, else the CPU host; or CUDA GPUs."""
+"""The device that servers and tests run on: Ascend NPUs if there are any, else the CPU host.
+
+Ranks without a model also run on CUDA GPUs, over NIXL, if the variable names them.
+"""
 
 import datetime
-import functools
 import importlib.util
 import os
 import time
@@ -12,28 +14,27 @@ DEVICE_VARIABLE = "SGLANG_PD_DEVICE"
 # 14 s were not always enough on a busy machine.
 PEER_DISCOVERY_S = 20
 # NPU attention does not support float32; of its types float16 is the most precise.
-DTYPES = {"cpu": "float32", "npu": "float16", "cuda": "float16"}
+DTYPES = {"cpu": "float32", "npu": "float16"}  # of devices that servers run on
+DEVICES = (*DTYPES, "cuda")
 
 
 def device() -> str:
-    """What ``SGLANG_PD_DEVICE`` names; by default ``npu`` if this process sees one, else ``cpu``.
-
-    ``cuda``, only if named, is for `test/transport` over NIXL: pools in the memory of GPUs.
+    """What ``SGLANG_PD_DEVICE`` names, else ``npu`` if this process sees one, else ``cpu``.
 
     Raises:
-        ValueError: the variable names something else.
-        RuntimeError: the variable names a device that is absent, where a CI runner would otherwise
+        ValueError: the variable names none of `DEVICES`.
+        RuntimeError: the variable names a device that is missing, where a CI runner would otherwise
             skip all its tests.
     """
     named = os.environ.get(DEVICE_VARIABLE)
     if named is None:
         return "npu" if npus() else "cpu"
-    if named not in DTYPES:
-        raise ValueError(f"{DEVICE_VARIABLE} is {named!r}; set it to one of {', '.join(DTYPES)}")
+    if named not in DEVICES:
+        raise ValueError(f"{DEVICE_VARIABLE} is {named!r}; set it to one of {', '.join(DEVICES)}")
     if named == "npu" and not npus():
         raise RuntimeError(f"{DEVICE_VARIABLE} is npu, but {_missing_npu()}")
     if named == "cuda" and not gpus():
-        raise RuntimeError(f"{DEVICE_VARIABLE} is cuda, but torch sees no CUDA device")
+        raise RuntimeError(f"{DEVICE_VARIABLE} is cuda, but torch sees no GPU")
     return named
 
 
@@ -54,7 +55,6 @@ def npus() -> int:
     return torch.npu.device_count()
 
 
-@functools.cache
 def gpus() -> int:
     """How many CUDA GPUs this process sees."""
     import torch

@@ -29,6 +29,7 @@ def test_ascend_falls_back_to_registering_range_by_range(caplog):
         "batches": [[10, 20, 40, 30], [10], [20], [30], [40]],
         "registered": ALL,
         "error": "",
+        "packs": False,
     }
     (warning,) = warnings(caplog)
     assert "4 buffers in one batch, but registered all of them range by range" in warning
@@ -41,6 +42,20 @@ def test_ranges_that_share_a_page_are_registered_together():
     answer = registration("ascend", [], refused_together=[10, 20], addresses=shared)
     assert answer["batches"][1:] == [[10], [40], [30, 20]]
     assert answer["registered"] == ALL
+
+
+@backends
+def test_packing_buffer_is_registered(backend):
+    answer = registration(backend, [], packing_bytes=50)
+    assert (answer["registered"], answer["error"], answer["packs"]) == ([*ALL, 50], "", True)
+
+
+@backends
+def test_rank_whose_packing_buffer_is_refused_sends_slices(backend, caplog):
+    """Its server starts: slices do not need this memory."""
+    answer = registration(backend, [50], packing_bytes=50)
+    assert (answer["registered"], answer["error"], answer["packs"]) == (ALL, "", False)
+    assert "did not register the 50 bytes in which KV heads are packed" in warnings(caplog)[0]
 
 
 def test_mooncake_falls_back_to_registering_one_by_one(caplog):

@@ -104,6 +104,36 @@ def test_overlapping_groups_of_ranks_are_serialized(start_workers):
     assert sent[1:] == [0, 1]
 
 
+def test_ranks_of_a_server_that_accepts_nothing_leave_a_worker(start_workers):
+    """Each rank has a lane of its own; a server of one rank, and one of two, are live."""
+
+    def to(room: int, peer: str, *server: str) -> SimpleNamespace:
+        return SimpleNamespace(room=room, peers=frozenset([peer]), server=frozenset(server))
+
+    queue = PeerQueue(lambda one: one.peers, lambda one: None, lambda one: one.server, workers=4)
+    entered, sent, go_on = [], [], threading.Event()
+
+    def send(one) -> None:
+        entered.append(one.room)
+        if "stopped 0" in one.server:
+            go_on.wait(PATIENCE)
+        sent.append(one.room)
+
+    stopped = [f"stopped {number}" for number in range(5)]
+    for room, peer in enumerate(stopped):
+        queue.put(to(room, peer, *stopped))
+    start_workers(queue, 4, send)
+    assert wait_until(lambda: len(entered) == 3, PATIENCE, 0.01)
+    for room in range(5, 15):
+        queue.put(to(room, "live", "live"))
+        queue.put(to(10 + room, f"live {room % 2}", "live 0", "live 1"))
+    assert wait_until(lambda: len(sent) == 20, PATIENCE, 0.01)
+    assert len(entered) == 23 and queue.busy_peers() < {*stopped}
+    go_on.set()
+    assert wait_until(lambda: len(sent) == 25, PATIENCE, 0.01)
+    assert {*sent[20:]} == {*range(5)}
+
+
 def test_groups_of_ranks_take_turns():
     queue = new_queue()
     for room in range(3):

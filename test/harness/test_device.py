@@ -6,6 +6,7 @@ from pathlib import Path
 
 import fleet as fleets
 import pytest
+import server_pairs
 import serving_checks
 from serving_scenarios import (
     PROMPT_LENGTHS,
@@ -25,6 +26,14 @@ def four_npus(monkeypatch):
     monkeypatch.setattr(device, "npus", lambda: 4)
     monkeypatch.setattr(cluster, "npus", lambda: 4)
     monkeypatch.delenv(device.DEVICE_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """Simulates a machine with one GPU."""
+    for module in (device, fleets):
+        monkeypatch.setattr(module, "gpus", lambda: 1)
+    monkeypatch.setenv(device.DEVICE_VARIABLE, "cuda")
 
 
 @pytest.fixture
@@ -53,18 +62,6 @@ def test_device_variable_overrides_detection(four_npus, monkeypatch):
     assert device.device() == "npu"
     monkeypatch.setenv(device.DEVICE_VARIABLE, "NPU")
     with pytest.raises(ValueError, match="'NPU'; set it to one of cpu, npu, cuda"):
-        device.device()
-
-
-def test_gpus_are_used_only_if_named(no_npu, monkeypatch):
-    monkeypatch.setattr(device, "gpus", lambda: 1)
-    assert device.device() == "cpu"
-    monkeypatch.setenv(device.DEVICE_VARIABLE, "cuda")
-    assert device.device() == "cuda"
-    assert cluster.skip_reason("nixl", 6, ("patched", "patched")) is None  # ranks share a GPU
-    assert "the backend is nixl, not mooncake" in cluster.skip_reason("mooncake", 2, ())
-    monkeypatch.setattr(device, "gpus", lambda: 0)
-    with pytest.raises(RuntimeError, match="is cuda, but torch sees no CUDA device"):
         device.device()
 
 
@@ -135,6 +132,34 @@ def test_four_npus_run_all_but_largest_scenarios(four_npus):
     larger = ("mla_pp2_tp2_to_2", "mla_pp2_tp2_to_1", "mla_pp2_dp2_to_dp2")
     ascend = {name for name in fleets_of if name.startswith("ascend-")}
     assert served == ascend - {f"ascend-{name}" for name in larger}
+
+
+def test_gpus_are_used_only_if_named(no_npu, monkeypatch):
+    monkeypatch.setattr(device, "gpus", lambda: 1)
+    assert device.device() == "cpu"
+
+
+def test_requested_gpu_must_exist(monkeypatch):
+    monkeypatch.setenv(device.DEVICE_VARIABLE, "cuda")
+    monkeypatch.setattr(device, "gpus", lambda: 0)
+    with pytest.raises(RuntimeError, match="is cuda, but torch sees no GPU"):
+        device.device()
+
+
+def test_ranks_share_a_gpu(one_gpu):
+    """They run in this Python, over NIXL alone."""
+    assert cluster.interpreter("patched") == Path(sys.executable)
+    assert cluster.skip_reason("nixl", 8, ("patched", "patched")) is None
+    assert "backend is nixl" in cluster.skip_reason("mooncake", 2, ("patched", "patched"))
+    assert "only engine" in cluster.skip_reason("nixl", 2, ("stock", "patched"))
+    fleet = fleets.Fleet(fleets.Side(tp=2), fleets.Side())
+    ranks = [*fleet.ranks("prefill", 1, 2), *fleet.ranks("decode", 1, 2)]
+    assert [(rank["device"], rank["gpu_id"]) for rank in ranks] == [("cuda", 0)] * 3
+
+
+def test_servers_do_not_run_on_gpus(one_gpu):
+    with pytest.raises(pytest.skip.Exception, match="ranks without a model"):
+        server_pairs.skip_if_unsupported(cluster.Topology("nixl"), "patched")
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def test_rank_registers_in_one_batch(engine_calls, monkeypatch):
     engine.engine = recording = RecordingEngine(engine.engine)
     manager = engine_calls.AscendKVManager.__new__(engine_calls.AscendKVManager)
     manager.engine = engine
+    manager.disaggregation_mode = DisaggregationMode.DECODE  # which packs nothing
     manager.kv_args = SimpleNamespace(
         kv_data_ptrs=kv[0],
         kv_data_lens=kv[1],

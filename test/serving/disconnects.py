@@ -34,6 +34,7 @@ class DisconnectCase:
     way: str = "both"
     overlap: bool = False
     verify: bool = False  # whether the servers compare all KV
+    gqa: bool = False  # on ``ascend``, whose other fleets have MLA
 
     @property
     def pace(self) -> float:
@@ -50,20 +51,25 @@ class DisconnectCase:
         prefill = f"tp{sizes.prefill_tp}_pp{sizes.prefill_pp}"
         prefill += f"_dp{sizes.prefill_dp}" if sizes.prefill_dp > 1 else ""
         decode = f"tp{sizes.decode_tp}"
+        decode += f"_pp{sizes.decode_pp}" if sizes.decode_pp > 1 else ""
         decode += f"_dp{sizes.decode_dp}" if sizes.decode_dp > 1 else ""
-        more = [name for name in ("overlap", "verify") if getattr(self, name)]
+        more = [name for name in ("gqa", "overlap", "verify") if getattr(self, name)]
         return "-".join([sizes.backend, f"{prefill}_to_{decode}", self.way, *more])
 
 
 def fleet(
-    backend: str, way: str = "both", overlap: bool = False, verify: bool = False, **sizes: int
+    backend: str,
+    way: str = "both",
+    overlap: bool = False,
+    verify: bool = False,
+    gqa: bool = False,
+    **sizes: int,
 ) -> DisconnectCase:
-    """Returns a case whose stages have unequal lengths; ``ascend`` has an MLA model and pages."""
+    """Returns a case whose stages have unequal lengths; ``ascend`` has pages, and MLA or GQA."""
     is_ascend = backend == "ascend"
     topology = cluster.Topology(backend, page_size=16 if is_ascend else 1, **sizes)
-    return DisconnectCase(
-        topology, SEVEN_LAYERS_MLA if is_ascend else FIVE_LAYERS, way, overlap, verify
-    )
+    model = SEVEN_LAYERS_MLA if is_ascend and not gqa else FIVE_LAYERS
+    return DisconnectCase(topology, model, way, overlap, verify, gqa)
 
 
 def disconnect_clients(servers: tuple, way: str, seed: int, pace: float = 1.0) -> int:

@@ -8,8 +8,15 @@ from disconnects import CHUNK, DisconnectCase, disconnect_clients, fleet
 from engine_release import IS_DEFAULT
 from scheduler_dumps import dump_environment, pending_by_rank
 from server_pairs import LOGS, ended, make_pair
-from serving_checks import outcome, record, retry_memfabric_faults, running, server_load
-from serving_scenarios import NEW_TOKENS, prompts
+from serving_checks import (
+    heads_moved_by,
+    outcome,
+    record,
+    retry_memfabric_faults,
+    running,
+    server_load,
+)
+from serving_scenarios import NEW_TOKENS, moves_heads, prompts
 
 from pd_harness import cluster
 from pd_harness.device import device
@@ -44,6 +51,7 @@ PUSH_CASES = {"0.5.9": (), "0.5.23": ("nixl-tp1_pp2_to_tp1-both",)}
 
 PP_2, PP_3, TP_2 = {"prefill_pp": 2}, {"prefill_pp": 3}, {"prefill_tp": 2}
 PP_2_TP_2, TP_2_TO_2 = {**PP_2, **TP_2}, {**TP_2, "decode_tp": 2}
+PP_2_TO_2 = {**PP_2, "decode_pp": 2}
 TO_DP_2 = {"decode_tp": 2, "decode_dp": 2}
 # All sizes with each backend, and each pair of backend, size, way and overlap once. This release
 # does not support overlap with pipeline stages.
@@ -56,13 +64,17 @@ FLEETS = [
     fleet("mooncake", "router", **PP_2),
     fleet("mooncake", **PP_3),
     fleet("mooncake", "either", **TP_2),
-    # To TP 1, one TCP message per token, layer and head would take 15 s for six prompts.
-    fleet("mooncake", "either", **PP_2_TP_2, decode_tp=2),
+    fleet("mooncake", "either", **PP_2_TP_2),
     fleet("mooncake", overlap=True, **TP_2_TO_2),
     fleet("ascend", **PP_2),
     fleet("ascend", "router", **PP_3),
     fleet("ascend", overlap=True, **TP_2),
     fleet("ascend", "router", **PP_2_TP_2),
+    fleet("ascend", gqa=True, **TP_2),
+    fleet("nixl", "router", decode_tp=2),  # prefill packs KV heads
+    fleet("mooncake", "either", decode_tp=2),
+    fleet("nixl", "either", **PP_2_TO_2),
+    fleet("mooncake", **PP_2_TO_2),
     fleet("ascend", "either", **TP_2_TO_2),
     fleet("nixl", "either", **TP_2, prefill_dp=2, **TO_DP_2),
     fleet("ascend", **PP_2, **TO_DP_2),
@@ -82,6 +94,8 @@ STOCK = {
         (fleet("mooncake", overlap=True, **TP_2_TO_2), "right"),
         (fleet("ascend", **PP_2), "right"),
         (fleet("ascend", "router", **PP_3), "right"),
+        (fleet("nixl", "either", **PP_2_TO_2), "hang"),
+        (fleet("mooncake", **PP_2_TO_2), "hang"),
     ],
 }
 
@@ -153,6 +167,9 @@ def state_after_disconnects(
                 row["busy"] = round(max(row["busy"], pace, busy()), 1)
                 if not (row["alive"] and _is_free(servers, row)):
                     break
+            if row["alive"]:
+                wanted = moves_heads(fleet.topology, fleet.model, engine, engine)
+                assert heads_moved_by(*servers[:2]) == wanted
         finally:
             record("hang_ups", **row)
         for server in servers:

@@ -10,6 +10,7 @@ from serving_checks import (
     LOST_SECONDS,
     SLOW_SECONDS,
     HangDetector,
+    heads_moved_by,
     outcome,
     record,
     retry_memfabric_faults,
@@ -119,6 +120,8 @@ def serves(reference, single_server_rounds):
                     lost = HangDetector(*servers[:2], lost_after)
                     together = ask(servers[-1], at_once=None, is_lost=lost)
                     result, detail = outcome(together, ended(servers), expected)
+                if result == "right":
+                    assert heads_moved_by(*servers[:2]) == drafted.moves_heads(engine, engine)
             return answers, result, detail
 
         answers, result, detail = retry_memfabric_faults(answered)

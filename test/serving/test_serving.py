@@ -15,16 +15,18 @@ from serving_checks import (
     LOST_SECONDS,
     SLOW_SECONDS,
     HangDetector,
+    heads_moved_by,
     outcome,
     record,
     retractions,
     retry_memfabric_faults,
     running,
 )
-from serving_scenarios import MIXED, PUSH_CASES, TABLE, Scenario, marks
+from serving_scenarios import MIXED, PUSH_CASES, SLICED, TABLE, Scenario, marks
 
 from pd_harness import cluster
 from pd_harness.cpu_host.adaptations_0_5_23 import STAGING_LOG_LINE
+from pd_harness.device import device
 from pd_harness.releases import release
 
 # Starting servers may take START_TIMEOUT_S, and again for the reference.
@@ -51,13 +53,14 @@ def serve(
     """
     engines = (prefill_engine, decode_engine)
     label = f"{scenario.name}-{'-'.join(engines)}"
-    servers = make_pair(label, scenario.topology, scenario.model, *engines)
+    environment = scenario.environment
+    servers = make_pair(label, scenario.topology, scenario.model, *engines, environment=environment)
     with running(servers):
         lost = HangDetector(*servers[:-1], lost_after)
         wait_for_peers(scenario.topology, decode_engine)
         if scenario.stray_message is not None:
             send_stray_message(servers[0], scenario.topology, scenario.stray_message)
-        answers = ask_until_done(scenario, servers, seconds, lost)
+        answers = ask_until_done(scenario, engines, servers, seconds, lost)
         return answers, ended(servers)
 
 
@@ -80,10 +83,10 @@ def rank_address(prefill: cluster.Server, stage: int, rank: int) -> str:
 
 
 def ask_until_done(
-    scenario: Scenario, servers, seconds: float, lost: HangDetector
+    scenario: Scenario, engines, servers, seconds: float, lost: HangDetector
 ) -> list[cluster.Answer]:
     """Sends the prompts as often as needed; returns the last answers, or the first failed ones."""
-    *engines, router = servers
+    *pair, router = servers
     topology = scenario.topology
     # Decode retracts all requests but one; on a busy machine, requests may arrive one by one.
     more = RETRACTION_ROUNDS if topology.expects_retractions else 0
@@ -94,14 +97,15 @@ def ask_until_done(
         )
         if any(answer.failure for answer in answers):
             return answers
-        missing = missing_behaviour(topology, engines[1], answers)
+        missing = missing_behaviour(scenario, engines, pair, answers)
         if turn >= scenario.times and not missing:
             return answers
     raise AssertionError(missing)
 
 
-def missing_behaviour(topology: cluster.Topology, decode: cluster.Server, answers) -> str:
-    """Returns what the scenario is meant to test but decode has not done; empty if nothing."""
+def missing_behaviour(scenario: Scenario, engines, pair, answers) -> str:
+    """Returns what the scenario is meant to test but the pair has not done; empty if nothing."""
+    topology, (prefill, decode) = scenario.topology, pair
     log = decode.log.read_text(errors="replace")
     if topology.expects_retractions and not retractions(log):
         return "decode retracted none"
@@ -109,6 +113,11 @@ def missing_behaviour(topology: cluster.Topology, decode: cluster.Server, answer
         return "nothing was staged"
     if topology.decode_prefixes and not all(answer.cached for answer in answers):
         return "decode had no prefix"
+    wanted, found = scenario.moves_heads(*engines), heads_moved_by(prefill, decode)
+    if device() == "cpu" and wanted != found:
+        return (
+            f"KV heads were packed or interleaved by {found or 'no side'}, not {wanted or 'none'}"
+        )
     return ""
 
 
@@ -154,6 +163,14 @@ def test_patched(scenario, serves):
     result, detail = serves(scenario, "patched", "patched", PATIENCE)
     assert result == scenario.patched, detail
     assert "server ended" not in detail
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scenario", SLICED, ids=lambda one: one.name)
+def test_sliced(scenario, serves):
+    """With `SGLANG_PD_PACKED=0` KV heads are sent token by token."""
+    result, detail = serves(scenario, "patched", "patched", PATIENCE)
+    assert result == "right", detail
 
 
 @pytest.mark.parametrize("scenario", scenario_params("stock", TABLE))

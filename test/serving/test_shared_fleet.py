@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_release import NIGHTLY_IF_NOT_DEFAULT
 from server_pairs import LOGS, ask_router, assert_freed, restart
-from serving_checks import LOGPROB_TOLERANCE, outcome, record, server_load
+from serving_checks import LOGPROB_TOLERANCE, heads_moved_by, outcome, record, server_load
 from serving_scenarios import (
     FIVE_LAYERS,
     NEW_TOKENS,
@@ -109,6 +109,8 @@ def sizes(backend: str, **topologies: dict) -> dict[str, cluster.Topology]:
 PREFILLS = {"tp1": {}, "tp2": {"prefill_tp": 2}, "pp2": {"prefill_pp": 2}}
 DECODES = {"tp1": {}, "tp2": {"decode_tp": 2}}
 PAIRS = [(p, d) for p in PREFILLS for d in DECODES]
+# Which side of these pairs packs or interleaves KV heads.
+MOVERS = {("tp1", "tp2"): "prefill", ("pp2", "tp2"): "prefill", ("tp2", "tp1"): "decode"}
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +142,9 @@ def test_mla_from_stages_is_right(decode, ascend, reference):
 @pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
 def test_each_pair_answers_right(pair, nixl, reference):
     nixl.check(pair, reference(nixl.model, NEW_TOKENS))
+    p, d = pair
+    if pair in MOVERS:
+        assert heads_moved_by(nixl.prefills[p], nixl.decodes[d]) == MOVERS[pair]
 
 
 def test_all_pairs_answer_right_at_once(nixl, reference):

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 
 RIGHT = {"ascend-mla_pp2_to_dp2", "nixl-tp2_to_4_replicated", "ascend-mla_pp2_retract"}
 RIGHT |= {"mooncake-pp2_odd_layers", "nixl-pp2_to_pp2"}
+RIGHT |= {"nixl-pp2_tp2_to_1", "mooncake-tp1_to_2"}  # KV heads are interleaved, and packed
 SLOW = {"mooncake-pp2_tp2_to_1"}  # one TCP message per token, layer and head
 FEW = ("--lengths", "40", "--requests", "6")
 
@@ -32,6 +33,7 @@ def running(
     environment = {"SGLANG_PD_VERIFY": "1", **environment}
     if sends == "stock":
         environment["SGLANG_PD_STOCK_TRANSFER"] = str(cluster.engine_folder("stock"))
+        environment["SGLANG_PD_PACKED"] = "0"  # stock sends slices
     label = f"verify-{scenario.name}-{test}"
     servers = make_pair(label, scenario.topology, scenario.model, environment=environment)
     with cluster.running(servers):

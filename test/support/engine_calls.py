@@ -20,6 +20,7 @@ from sglang.srt.disaggregation import prefill as _before_the_managers  # noqa: F
 from sglang.srt.disaggregation.ascend.conn import AscendKVManager
 from sglang.srt.disaggregation.ascend.transfer_engine import AscendTransferEngine
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.hardware_backend.npu.memory_pool_npu import (
     NPUMHATokenToKVPool,
     NPUMLATokenToKVPool,
@@ -221,13 +222,16 @@ def registration(
     state_bytes: int = 40,
     addresses: list[int] = (1 << 21, 2 << 21, 3 << 21, 4 << 21),
     keeps: bool = False,
+    packing_bytes: int = 0,
 ) -> dict:
     """Registers a rank's buffers with a `RefusingEngine`.
 
-    KV buffers have 10 and 20 bytes, aux 30; `addresses` are those of KV, aux and state.
+    KV buffers have 10 and 20 bytes, aux 30; `addresses` are those of KV, aux and state. With
+    `packing_bytes`, the rank also has a packing buffer, behind these.
 
     Returns:
-        `batches` of lengths, `registered` lengths, and the `error`, which may be empty.
+        `batches` of lengths, `registered` lengths, the `error`, which may be empty, and whether the
+        rank `packs`.
     """
     kind = {"ascend": AscendKVManager, "mooncake": MooncakeKVManager}[backend]
     named = [SimpleNamespace(name=f"{component}, layer 3") for component in ("k", "v")]
@@ -243,6 +247,10 @@ def registration(
         state_data_lens=by_kind([state_bytes]),
         layout=SimpleNamespace(kv=named, state=state),
     )
+    manager.disaggregation_mode = DisaggregationMode.DECODE  # which packs nothing
+    if packing_bytes:
+        region = ("packing buffer", 9 << 21, packing_bytes)
+        manager.kv_args.packing = SimpleNamespace(region=region)
     refusing = RefusingEngine(refused, refused_together, keeps)
     manager.engine = object.__new__(AscendTransferEngine)
     manager.engine.engine = refusing
@@ -252,7 +260,12 @@ def registration(
             manager.register_buffer_to_engine()
     except RuntimeError as raised:
         error = str(raised)
-    return {"batches": refusing.batches, "registered": sorted(refusing.registered), "error": error}
+    return {
+        "batches": refusing.batches,
+        "registered": sorted(refusing.registered),
+        "error": error,
+        "packs": getattr(manager.kv_args, "packing", None) is not None,
+    }
 
 
 def copy_by_token(kind: str, page_size: int) -> bool:

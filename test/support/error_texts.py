@@ -20,6 +20,12 @@ TRANSFER_FAILURES_0_5_23 = {
     ("nixl", "late status"): "NIXL transfer encountered ERR",
 }
 TRANSFER_FAILURES = TRANSFER_FAILURES_0_5_23 if SINCE_0_5_20 else TRANSFER_FAILURES_0_5_9
+# The same for rows that prefill has packed, which threads send in 0.5.9, too.
+PACKED_FAILURES = {
+    **TRANSFER_FAILURES,
+    ("nixl", "exception"): INJECTED_ERROR,
+    ("nixl", "late status"): "NIXL reported an error",
+}
 LOST_PREFILL = f"Lost connection {'with' if SINCE_0_5_20 else 'to'} prefill"
 LOST_DECODE = (
     {"mooncake": "Failed to send", "nixl": "NIXL"}

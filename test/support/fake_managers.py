@@ -7,6 +7,7 @@
 """
 
 import contextlib
+import ctypes
 import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,20 @@ import numpy as np
 import sglang.srt.disaggregation.common.conn as common
 import sglang.srt.disaggregation.mooncake.conn as mooncake
 import sglang.srt.disaggregation.nixl.conn as nixl
+import torch
 from null_transfer import NullAgent
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
-from sglang.srt.disaggregation.kv_layout import Buffer, Heads, RankLayout, is_extension_frame
+from sglang.srt.disaggregation.kv_layout import (
+    Buffer,
+    Heads,
+    RankLayout,
+    heads_of_rank,
+    is_extension_frame,
+)
+from sglang.srt.disaggregation.pd.pool_views import PoolViews
+from sglang.srt.disaggregation.pd.unit_exchange import UNITS
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
 
@@ -38,6 +48,9 @@ BASE = {PREFILL: 1 << 32, DECODE: 1 << 40}
 PEER = {"mooncake": "127.0.0.1:7000", "nixl": "peer"}
 ENDPOINT = ("127.0.0.1", 5555)
 BUFFER, STATE = 1 << 26, 1 << 36  # address distance of two buffers, and of KV and state
+# Of `gqa_layout`: KV heads, tokens per page, pages per buffer, and bytes of a head.
+GQA_HEADS, GQA_PAGE, GQA_PAGES = 4, 4, 16
+GQA_BYTES = {"k": 16, "v": 8, "swa_k": 8, "swa_v": 8}
 
 
 @contextlib.contextmanager
@@ -94,6 +107,28 @@ def mha_layout(held: Heads, tp: tuple[int, int], window_bytes: int = 0) -> RankL
     return RankLayout(*tp, 0, 1, PAGE, "bfloat16", "VRAM", 4, kv, state, ROWS, SLOTS)
 
 
+def gqa_layout(
+    tp: tuple[int, int], whole_rows: bool = True, has_windows: bool = False
+) -> RankLayout:
+    """Returns a layout of two GQA layers, whose pages are small, and maybe two more with windows.
+
+    Args:
+        tp: TP rank and TP size.
+    """
+    held = heads_of_rank(*tp, GQA_HEADS)
+
+    def buffers(components: tuple[str, ...], layers: tuple[int, ...]) -> tuple[Buffer, ...]:
+        return tuple(
+            Buffer(one, False, n, GQA_PAGE * held.count * GQA_BYTES[one], held, GQA_PAGES)
+            for one in components
+            for n in layers
+        )
+
+    kv, windows = buffers(("k", "v"), (0, 1)), buffers(("swa_k", "swa_v"), (2, 3))
+    sides = (kv, windows if has_windows else (), ROWS, SLOTS)
+    return RankLayout(*tp, 0, 1, GQA_PAGE, "bfloat16", "VRAM", 4, *sides, whole_rows=whole_rows)
+
+
 def kv_args(layout: RankLayout, base: int) -> SimpleNamespace:
     """Returns the engine's `KVArgs` of these buffers; only metadata rows are real memory.
 
@@ -109,6 +144,8 @@ def kv_args(layout: RankLayout, base: int) -> SimpleNamespace:
     state = [layout.state] if layout.state else []
     return SimpleNamespace(
         layout=layout,
+        views=None,
+        packing=None,
         verifier=None,
         kv_data_ptrs=addresses(layout.kv, base),
         kv_item_lens=[one.page_bytes for one in layout.kv],
@@ -135,6 +172,44 @@ def kv_args(layout: RankLayout, base: int) -> SimpleNamespace:
         prefill_start_layer=0,
         prefill_end_layer=layout.total_layers,
     )
+
+
+def give_memory(manager, seed: int = 0) -> None:
+    """Puts a rank's KV and state into real memory of random bytes, and views it."""
+    args, random = manager.kv_args, np.random.default_rng(seed)
+
+    def memory(buffers: tuple[Buffer, ...]) -> list[torch.Tensor]:
+        shapes = [(one.pages, one.page_bytes) for one in buffers]
+        return [torch.from_numpy(random.integers(0, 256, shape, np.uint8)) for shape in shapes]
+
+    args.views = PoolViews(memory(args.layout.kv), memory(args.layout.state))
+    args.kv_data_ptrs = [pages.data_ptr() for pages in args.views.kv]
+    if args.layout.state:
+        args.state_data_ptrs = [[pages.data_ptr() for pages in args.views.state]]
+
+
+def move_bytes(prefill) -> None:
+    """Lets a rank's transfers copy real memory; NIXL's only once a state is asked for."""
+
+    def copy(copies) -> None:
+        for src, dst, length in copies:
+            ctypes.memmove(dst, src, length)
+
+    def write(session: str, *lists) -> int:
+        copy(zip(*lists))
+        return 0
+
+    def check(handle) -> str:
+        while posted:
+            copy(posted.pop(0))
+        return "DONE"
+
+    posted: list = []
+    if backend_of(prefill) == "mooncake":
+        prefill.engine.batch_transfer_sync = write
+    else:
+        prefill.agent.transfer = lambda handle: (posted.append(handle), "PROC")[1]
+        prefill.agent.check_xfer_state = check
 
 
 class FakeNixlAgent(NullAgent):
@@ -418,6 +493,28 @@ def add_chunk(
     prefill.add_transfer_request(room, numbers, where, is_last, **{"aux_index": 0, **more})
 
 
+class UntilEmpty:
+    """A transfer queue for a worker in the calling thread, which ends when nothing is queued."""
+
+    def __init__(self, queue):
+        self.queue = queue
+
+    def get(self):
+        if not len(self.queue):
+            raise EndOfMessages
+        return self.queue.get()
+
+
+def run_worker(prefill) -> None:
+    """Sends all queued chunks; raises what would crash a transfer worker's thread."""
+    if backend_of(prefill) == "mooncake":
+        run_mooncake_worker(prefill)
+        return
+    (queue,) = prefill.transfer_queues
+    with contextlib.suppress(EndOfMessages):
+        prefill.transfer_worker(UntilEmpty(queue))
+
+
 def run_mooncake_worker(prefill) -> None:
     """Runs a transfer worker until its server stops; raises what would crash its thread."""
     (queue,) = prefill.transfer_queues
@@ -480,7 +577,13 @@ def posted_copies(prefill) -> list[tuple[int, int, int]]:
     return (prefill.agent if backend_of(prefill) == "nixl" else prefill.engine).transfers
 
 
+def sent_units(manager) -> list[list[bytes]]:
+    """Returns the messages to decode that name chunks which it must interleave."""
+    return [frames for _, frames in manager.notified if frames[0] == UNITS]
+
+
 def sent_statuses(manager) -> list[tuple[int, int, str]]:
     """Returns (room, status, reason) of each status message that was sent to decode."""
-    parsed = (manager.parse_kv_status_message(frames) for _, frames in manager.notified)
+    sent = [frames for _, frames in manager.notified if frames[0] != UNITS]
+    parsed = (manager.parse_kv_status_message(frames) for frames in sent)
     return [(room, status, reason) for room, status, _, reason in parsed]

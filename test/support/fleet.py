@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -94,7 +94,9 @@ class Fleet:
     def ranks(
         self, role: str, bootstrap_port: int, store_port: int, memfabric: str = ""
     ) -> list[dict]:
-        """Returns each rank's configuration for `rank_base.RankBase`, each on its own NPU.
+        """Returns each rank's configuration for `rank_base.RankBase`, each on its own device.
+
+        Ranks share GPUs if there are fewer.
 
         Args:
             role: `prefill` or `decode`.
@@ -208,8 +210,8 @@ class ForkServer:
     """A process per engine that makes ranks: forks of itself, or with `fresh` new interpreters.
 
     A process that has queried NPUs or GPUs must not fork processes that use them. With `nixl`, a
-    release, its ranks use that NIXL instead of the base environment's. `log` has their output.
-    The ranks have their own folder for temporary files, so they do not wait for locks of other
+    release, its ranks use that NIXL instead of the base environment's. `log` has their output. The
+    ranks have their own folder for temporary files, so they do not wait for locks of other
     tests' ranks.
     """
 
@@ -332,9 +334,14 @@ class Servers:
             assert listens, "no bootstrap server"
         setattr(self, role, self.start_another(role))
 
-    def start_another(self, role: str) -> list[Rank]:
-        """Starts one more server of this side, which `request` does not use."""
-        configs = self._configs(role)
+    def start_another(self, role: str, side: Side | None = None) -> list[Rank]:
+        """Starts one more server of this side, which `request` does not use.
+
+        Args:
+            side: Its sizes, if they are not the side's.
+        """
+        fleet = self.fleet if side is None else replace(self.fleet, **{role: side})
+        configs = self._configs(role, fleet)
         ranks = [self._spawn(role) for _ in configs]
         with ThreadPoolExecutor(len(configs)) as pool:
             list(pool.map(Rank.start, ranks, configs))
@@ -347,8 +354,9 @@ class Servers:
         self._stack.callback(rank.close)
         return rank
 
-    def _configs(self, role: str) -> list[dict]:
-        return self.fleet.ranks(role, self._bootstrap_port, self._store_port, self._memfabric)
+    def _configs(self, role: str, fleet: Fleet | None = None) -> list[dict]:
+        fleet = fleet or self.fleet
+        return fleet.ranks(role, self._bootstrap_port, self._store_port, self._memfabric)
 
     def pids(self, role: str) -> list[int]:
         first = [self.bootstrap] if role == "prefill" else []

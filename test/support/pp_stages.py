@@ -9,6 +9,7 @@ from collections import deque
 from types import SimpleNamespace
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from sglang.srt.disaggregation import decode as decode_module
 from sglang.srt.disaggregation.base import KVPoll
@@ -24,9 +25,13 @@ STATES = {"failed": KVPoll.Failed, "ready": KVPoll.WaitingForInput, "done": KVPo
 class Poller:
     """Stands in for a sender or receiver; like the engine's, it never leaves a final state."""
 
+    bootstrap_room = 0
+
     def __init__(self, state: int):
         self.state = state
         self.is_over = self.aborted_by_engine = False
+        self.reason = ""
+        self.kv_mgr = self  # which records the reason
 
     def set_state(self, state: str) -> None:
         if state == "aborted":
@@ -41,6 +46,12 @@ class Poller:
 
     def init(self, *args) -> None:
         """Does nothing, because no KV is sent."""
+
+    def abort(self) -> None:
+        self.state = KVPoll.Failed
+
+    def record_failure(self, room: int, reason: str) -> None:
+        self.reason = reason
 
     def clear(self) -> None:
         self.is_over = True
@@ -74,10 +85,13 @@ class Stage(SchedulerPPMixin):
 
     def __init__(self, number: int, rids: list[str], slots: int):
         self.pp_group = SimpleNamespace(is_first_rank=number == 0)
-        self.attn_tp_cpu_group = dist.group.WORLD
+        self.attn_tp_cpu_group = self.attn_cp_cpu_group = dist.group.WORLD
         self.waiting_queue = []
         self.enable_metrics = self.enable_hicache_storage = False
+        self.enable_decode_hicache = self.enable_hisparse = False
+        self.metrics_reporter = SimpleNamespace(enable_metrics=False)
         self.stream_output = lambda reqs, return_logprob: None
+        self.output_streamer = SimpleNamespace(stream_output=self.stream_output)
         self.previous_output = None
         self.pollers = {}
         self.free = ReqToMetadataIdxAllocator(slots)
@@ -119,6 +133,8 @@ class TransferStage(Stage):
     """A decode stage with requests whose KV is being transferred."""
 
     def _make_queues(self, rids: list[str]) -> None:
+        self.rooms = torch.ones((len(rids), 1), dtype=torch.int64)  # metadata that has arrived
+        self.free = ReqToMetadataIdxAllocator(len(rids))
         self.disagg_decode_prealloc_queue = object.__new__(DecodePreallocQueue)
         self.disagg_decode_prealloc_queue.queue = []
         queue = self.disagg_decode_transfer_queue = object.__new__(DecodeTransferQueue)
@@ -127,14 +143,20 @@ class TransferStage(Stage):
             gloo_group=dist.group.WORLD,
             req_to_metadata_buffer_idx_allocator=self.free,
             scheduler=self,
-            tree_cache=None,
+            tree_cache=mock.Mock(),
             tp_rank=0,
+            metadata_buffers=mock.Mock(bootstrap_room=self.rooms),
+            enable_staging=False,
+            enable_deferred_kv_release=False,
+            _deferred_releases=[],
         )
         queue._commit_transfer_to_req = self._commit
         for rid in rids:
             self.pollers[rid] = Poller(KVPoll.WaitingForInput)
             queue.queue.append(
-                DecodeRequest(Request(rid), self.pollers[rid], metadata_buffer_index=0)
+                DecodeRequest(
+                    Request(rid), self.pollers[rid], metadata_buffer_index=self.free.alloc()
+                )
             )
 
     @staticmethod
@@ -183,19 +205,25 @@ def run_stages(
         stages: Number of stages.
         rids: Ids of the requests.
         events: [step, stage, rid, state] each: before that step, the stage's sender or receiver
-            of the request gets that state.
+            of the request gets that state; for `metadata`, the request's metadata arrives, which
+            else has arrived from the start.
         slots: Metadata slots of each stage.
     """
     make = {"bootstrap": PrefillStage, "transfer": TransferStage}[kind]
     with mock.patch.object(decode_module, "release_kv_cache", mock.Mock()):
         group()
         fleet = [make(number, rids, slots) for number in range(stages)]
+        for _, stage, rid, state in events:
+            if state == "metadata":
+                fleet[stage].rooms[rids.index(rid)] = 0
         steps = itertools.count()
 
         def apply_events() -> None:
             step = next(steps)
             for at, stage, rid, state in events:
-                if at == step:
+                if at == step and state == "metadata":
+                    fleet[stage].rooms[rids.index(rid)] = 1
+                elif at == step:
                     fleet[stage].pollers[rid].set_state(state)
 
         proposed = deque()

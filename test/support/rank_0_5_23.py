@@ -35,7 +35,7 @@ class Rank(RankBase):
     ROOM_TABLES = (
         *("request_status", "failure_records", "transfer_infos", "req_to_decode_prefix_len"),
         *("required_prefill_response_num_table", "prefill_response_tracker"),
-        *("addr_to_rooms_tracker", "sent_pages", "arrived_digests"),
+        *("addr_to_rooms_tracker", "sent_pages", "arrived_digests", "arrived_units"),
         *("_deferred_ack_targets", "_deferred_abort_ack_tracker"),
     )
     METADATA = {"max_sampling_mask_tokens": 16}
@@ -120,6 +120,10 @@ class Rank(RankBase):
             manager.send_kv_status_message(
                 targets=[(HOST, 0)], bootstrap_room=room, status=status, failure_reason=reason
             )
+        if hasattr(manager, "arrived_units"):
+            from sglang.srt.disaggregation.pd.unit_exchange import units_message
+
+            sent.append(units_message(room, 0, 2, [(0, 3), (3, 4)]))
         if hasattr(manager, "send_aux_tcp"):
             session, info = next(iter(manager.decode_kv_args_table.items()))
             peer = SimpleNamespace(

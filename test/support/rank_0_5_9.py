@@ -29,7 +29,7 @@ class Rank(RankBase):
     ROOM_TABLES = (
         *("request_status", "failure_records", "transfer_infos", "transfer_statuses"),
         *("required_prefill_response_num_table", "prefill_response_tracker"),
-        *("addr_to_rooms_tracker", "requested_rooms", "failing_rooms"),
+        *("addr_to_rooms_tracker", "requested_rooms", "failing_rooms", "arrived_units"),
         *("arrived_digests", "sent_pages"),
     )
 
@@ -149,10 +149,13 @@ class Rank(RankBase):
             mooncake_session_id=session,
             dst_aux_index=decode_slot(room),
             digests=None,
+            units=[],
         )
         manager._connect = lambda *_, **__: sock
         manager._send_status(peer, KVPoll.Success, "")
         manager._send_status(peer, KVPoll.Failed, "no memory")
+        peer.digests, peer.units = b"digests", [(0, 3), (3, 4)]
+        manager._send_status(peer, KVPoll.Success, "")
         pointers = manager.decode_kv_args_table[session].dst_aux_ptrs
         manager.send_aux_tcp(peer, room % AUX_SLOTS, pointers)
         del manager._connect

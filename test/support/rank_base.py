@@ -20,6 +20,7 @@ from rank_attacks import ATTACKS, flood
 from rank_contents import AUX_SLOTS, KVContents, MetadataRows, decode_slot
 from rank_corruptions import TransferCorruptions
 from rank_faults import AgentCalls, TransferFaults, cut_connections, fail_next_registration
+from rank_packing import PackingCommands, PackingCounts
 from rank_write_log import WriteLog
 from sglang.srt.disaggregation import prefill  # before decode
 from sglang.srt.disaggregation.base import KVPoll
@@ -62,7 +63,7 @@ def limit_nixl_threads(count: int) -> None:
     agent.create_backend = create_with_few
 
 
-class RankBase:
+class RankBase(PackingCommands):
     """A prefill or decode rank; `config` is one element of `fleet.Fleet.ranks`.
 
     Its public methods are the commands of `fleet.Rank.call`; each returns the command's answer,
@@ -80,8 +81,9 @@ class RankBase:
         _messages_to_prefill(room, pages)
                                    returns a registration, the room's metadata, its ABORT, and an
                                    unopened room's ABORT
-        _messages_to_decode(room)  returns statuses of success and of failure, and with Mooncake
-                                   the room's aux data
+        _messages_to_decode(room)  returns statuses of success and of failure, the chunks to
+                                   interleave (in 0.5.9 with a status of success), and with
+                                   Mooncake the room's aux data
         _drop_room(room)           drops a finished room that has neither a sender nor a receiver
     """
 
@@ -94,7 +96,7 @@ class RankBase:
     def __init__(self, config: dict):
         c = self.config = SimpleNamespace(**config)
         if c.device != "cpu":
-            getattr(torch, c.device).set_device(c.gpu_id)
+            torch.get_device_module(c.device).set_device(c.gpu_id)
         self.is_prefill = c.role == "prefill"
         self._enter_engine()
         self.kv = KVContents(c)
@@ -104,6 +106,7 @@ class RankBase:
         self.kv.rebaseline()
         if c.backend == "nixl" and c.device == "cpu":
             limit_nixl_threads(c.nixl_threads)
+        self.packing_counts = PackingCounts()
         self.manager = self._make_manager()
         self.bootstrap_address = f"{HOST}:{c.bootstrap_port}"
         self.instruments: dict[type, object] = {}
@@ -338,6 +341,9 @@ class RankBase:
             time.sleep(after)
             if aborts:
                 receiver.abort()
+        return self._end_of_abort(receiver, seconds)
+
+    def _end_of_abort(self, receiver, seconds: float) -> dict:
         begun = time.monotonic()
         end = self._await(receiver, seconds)
         over_at = time.monotonic()
@@ -515,7 +521,10 @@ class RankBase:
         return {"file": sys.modules["nixl._api"].__file__}
 
     def health(self) -> dict:
-        """Returns what faults and foreign messages must not change, and peak memory in bytes."""
+        """Returns what faults and foreign messages must not change, and what has grown so far.
+
+        That is peak memory in bytes, and the counts of `rank_packing.PackingCounts`.
+        """
         return {
             "port": self.manager.rank_port,
             "threads": sorted(thread.name for thread in threading.enumerate()),
@@ -523,6 +532,8 @@ class RankBase:
             "sockets": len(peer_sockets.open_sockets()) if peer_sockets else 0,
             "peers": len(getattr(self.manager, "decode_kv_args_table", ())),
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+            "packed": self.packing_counts.packed,
+            "interleaved": self.packing_counts.interleaved,
         }
 
 

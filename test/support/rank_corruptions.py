@@ -18,14 +18,33 @@ class TransferCorruptions:
         heads         each group's first copy starts one head late in its source
         last token    the last page lacks its last token's last head
 
+    On prefill, in what it packs, if it packs anything:
+
+        not packed    the packing buffer keeps what was in it
+        other tokens  each token's place gets the token before
+
     On prefill, in the digests: `no digests` cannot be computed, `junk digests` cannot be parsed.
 
-    On decode: `byte` changes one byte in the last buffer's first page after the transfer.
+    On decode: `byte` changes one byte in the last buffer's first page after the transfer; and in
+    what it interleaves, if it interleaves anything:
+
+        not interleaved      the rows stay as they came
+        interleaved twice    they are taken for parts again
+        parts swapped        each row's parts are in another order
     """
 
     def __init__(self, manager):
+        # Stock has none of these.
+        from sglang.srt.disaggregation.kv_layout import PackedPlan
+        from sglang.srt.disaggregation.pd import interleaving, packing
+
         self.what = ""
         self._manager = manager
+        self._pack, packing.pack = packing.pack, self._pack_wrongly
+        self._interleave, interleaving.interleave = (
+            interleaving.interleave,
+            self._interleave_wrongly,
+        )
         verifier = manager.kv_args.verifier
         self._digests, verifier.digests = verifier.digests, self._corrupt_digests
         self._kv_digests, verifier.kv.digests = verifier.kv.digests, self._corrupt_kv_digests
@@ -33,7 +52,8 @@ class TransferCorruptions:
         self._verifier = verifier
         if hasattr(manager, "transfer_infos"):
             for info in manager.decode_kv_args_table.values():
-                info.plan = replace(info.plan, kv=_CorruptedPlan(info.plan.kv, self))
+                if not isinstance(info.plan.kv, PackedPlan):
+                    info.plan = replace(info.plan, kv=_CorruptedPlan(info.plan.kv, self))
         if hasattr(manager, "prepared"):
             for peer, known in manager.prepared.items():
                 if known is not None:
@@ -53,6 +73,20 @@ class TransferCorruptions:
         if self.what == "byte":
             self._verifier.kv.pages[-1][int(pages[0]), 0] += 1
         return self._compare(room, frames, pages, *rest)
+
+    def _pack_wrongly(self, one, *rest) -> None:
+        if self.what == "other tokens":
+            one = replace(one, slots=np.roll(one.slots, 1))
+        if self.what != "not packed":
+            self._pack(one, *rest)
+
+    def _interleave_wrongly(self, rows, slots, one) -> None:
+        if self.what != "not interleaved":
+            self._interleave(rows, slots, one)
+        if self.what == "interleaved twice":
+            self._interleave(rows, slots, one)
+        if self.what == "parts swapped":
+            rows[slots] = rows[slots].roll(one.widths[0], dims=1)
 
     def _write_blocks(self, peer, plan, what, src_pages, dst_pages):
         """Writes blocks; posts copies of parts of pages one by one, as blocks are whole pages."""

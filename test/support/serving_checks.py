@@ -14,6 +14,7 @@ import httpx
 import psutil
 
 from pd_harness import cluster
+from pd_harness.cpu_host.packing_log import INTERLEAVED_LOG_LINE, PACKED_LOG_LINE
 from pd_harness.device import DTYPES, device, machine
 from pd_harness.polling import wait_until
 
@@ -115,6 +116,19 @@ def _apart(got: cluster.Answer, want: cluster.Answer) -> float:
     end = next(others, len(want.ids)) + 1
     logprobs = zip(got.logprobs[:end], want.logprobs[:end], strict=True)
     return max(abs(a - b) for a, b in logprobs)
+
+
+def heads_moved_by(prefill: cluster.Server, decode: cluster.Server) -> str:
+    """Returns which of the two has packed or interleaved KV heads: empty if neither has.
+
+    On NPUs, whose servers do not log it, the answer is always empty.
+    """
+    said = {"prefill": (prefill, PACKED_LOG_LINE), "decode": (decode, INTERLEAVED_LOG_LINE)}
+    return " and ".join(
+        side
+        for side, (server, line) in said.items()
+        if line in server.log.read_text(errors="replace")
+    )
 
 
 def retractions(log: str) -> int:

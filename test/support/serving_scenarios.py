@@ -127,6 +127,23 @@ NO_STAGING = Unsupported("0.5.9 has no staging buffers")
 NO_PREFIXES = Unsupported("0.5.9's decode keeps no prefixes")
 
 
+def moves_heads(size: Topology, model: TinyModel, *engines: str) -> str:
+    """Returns which side packs or interleaves KV heads: `prefill`, `decode`, or neither.
+
+    Args:
+        engines: Prefill's engine, and decode's.
+    """
+    ranks = (size.prefill_tp // size.prefill_dp, size.decode_tp // size.decode_dp)
+    heads = getattr(model, "kv_heads", 1)  # MLA has none to split
+    prefill, decode = (max(1, heads // count) for count in ranks)
+    if prefill == decode or size.staging:
+        return ""
+    packs = prefill > decode
+    needed = engines[:1] if packs else engines
+    side = "prefill" if packs else "decode"
+    return side if set(needed) == {"patched"} else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Scenario:
     """A fleet with a model and prompts, and its outcomes.
@@ -139,6 +156,7 @@ class Scenario:
         new_tokens: Tokens of each answer.
         make_prompts: Returns the prompts.
         times: How often the prompts are sent.
+        packed: False sets `SGLANG_PD_PACKED=0` on both servers.
         stray_message: Sent to each prefill rank before the prompts, if not None.
         sides: Roles of the servers that have a draft model.
     """
@@ -151,6 +169,7 @@ class Scenario:
     new_tokens: int = NEW_TOKENS
     make_prompts: Callable[[], list[list[int]]] = prompts
     times: int = 1
+    packed: bool = True
     stray_message: bytes | None = None
     sides: tuple[str, ...] = ()
 
@@ -158,6 +177,19 @@ class Scenario:
     def stock(self) -> str | Unsupported:
         """The outcome on this release's stock engine."""
         return self.outcomes[RELEASES.index(release())]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of both servers."""
+        return {} if self.packed else {"SGLANG_PD_PACKED": "0"}
+
+    def moves_heads(self, *engines: str) -> str:
+        """Returns which side packs or interleaves KV heads: `prefill`, `decode`, or neither.
+
+        Args:
+            engines: Prefill's engine, and decode's.
+        """
+        return moves_heads(self.topology, self.model, *engines) if self.packed else ""
 
     @property
     def unsupported_reason(self) -> str | None:
@@ -199,6 +231,11 @@ def with_prefixes(scenario: Scenario) -> Scenario:
     return dataclasses.replace(scenario, make_prompts=shared_prefix_prompts, times=2)
 
 
+def sliced(scenario: Scenario) -> Scenario:
+    """Sends KV heads between TP sizes token by token."""
+    return dataclasses.replace(scenario, name=f"{scenario.name}_sliced", packed=False)
+
+
 # DP attention: two groups of TP ranks, each with its own requests.
 DP_2 = {"prefill_tp": 2, "prefill_dp": 2}
 TO_DP_2 = {"decode_tp": 2, "decode_dp": 2}
@@ -208,6 +245,7 @@ PAGES_16_TO_32 = {"page_size": 16, "decode_page_size": 32}
 TP_2_TO_2 = {"prefill_tp": 2, "decode_tp": 2}
 TP_2_TO_4 = {"prefill_tp": 2, "decode_tp": 4}
 PREFIXES = {"decode_prefixes": True}
+PREFIXES_16 = {**PREFIXES, "page_size": 16}
 
 TABLE = [
     nixl("tp2_to_1", FOUR_HEADS, "hang", "right", prefill_tp=2, page_size=16),
@@ -254,6 +292,7 @@ TABLE = [
     ascend("mla_retract", SEVEN_LAYERS_MLA, "dead", "right", retract=True),
     ascend("mla_pp2_retract", SEVEN_LAYERS_MLA, "dead", "right", retract=True, prefill_pp=2),
     ascend("gqa_retract", FOUR_HEADS, "dead", "right", retract=True),
+    ascend("gqa_tp2_to_1_retract", FOUR_HEADS, "dead", "right", prefill_tp=2, retract=True),
     ascend("fia_retract", FOUR_HEADS, "wrong", "right", fia=True, retract=True),
     ascend("mla_pp2_to_pp2_retract", SEVEN_LAYERS_MLA, "dead", "right", **RETRACT_PP_2),
     full_pool("mla", SEVEN_LAYERS_MLA, "dead", "right"),
@@ -267,11 +306,24 @@ TABLE = [
     with_stray_message(mooncake("stray_bytes", FOUR_HEADS, "hang", "hang"), b"\xff\xfe"),
     mooncake("staging_tp2_to_1", FOUR_HEADS, NO_STAGING, "right", prefill_tp=2, staging=True),
     nixl("staging_tp2_to_1", FOUR_HEADS, NO_STAGING, "right", prefill_tp=2, staging=True),
-    with_prefixes(nixl("prefixes", FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES, page_size=16)),
-    with_prefixes(mooncake("prefixes", FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES, page_size=16)),
+    with_prefixes(nixl("prefixes", FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES_16)),
+    with_prefixes(mooncake("prefixes", FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES_16)),
+    *(
+        with_prefixes(nixl(name, FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES_16, **sizes))
+        for name, sizes in (
+            ("prefixes_tp2_to_1", {"prefill_tp": 2}),
+            ("prefixes_tp1_to_2", {"decode_tp": 2}),
+        )
+    ),
     with_prefixes(ascend("mla_prefixes", SEVEN_LAYERS_MLA, NO_PREFIXES, "right", **PREFIXES)),
 ]
 SCENARIOS = [scenario for scenario in TABLE if not scenario.unsupported_reason]
+
+SLICED = [
+    sliced(one)
+    for one in SCENARIOS
+    if one.patched == "right" and one.moves_heads("patched", "patched")
+]
 
 # Where the stock engine is right, a fleet with one patched side must be right, too.
 MIXED = [

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine_release import NIGHTLY_IF_NOT_DEFAULT, SINCE_0_5_20
-from fleet import Fleet, Outcome, Rank, Servers
+from fleet import Fleet, Outcome, Rank, Servers, Side
 
 from pd_harness.polling import is_in_time, wait_until
 from pd_harness.ports import free_ports
@@ -18,6 +18,12 @@ SETTLE_SECONDS = 5  # after which nothing of a finished request is kept
 # Interval at which later releases' Mooncake probes a peer after a failed write; NIXL's is 1 s.
 PROBE_SECONDS = 0.1
 PROBE_ENVIRONMENT = {"SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": str(PROBE_SECONDS)}
+HEARTBEAT_SECONDS = 2
+# For a decode rank: a server is lost after one failed heartbeat.
+HEARTBEAT = {
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": str(HEARTBEAT_SECONDS),
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
+}
 HANG_SECONDS = 3  # managers alone answer in less than 0.1 s
 JOINS = 50
 JOIN_SECONDS = 120
@@ -72,6 +78,41 @@ def assert_no_room_kept(servers: Servers, seconds: float = SETTLE_SECONDS) -> No
     assert_eventually(kept, [], seconds)
 
 
+def moves_heads(fleet: Fleet) -> str:
+    """Returns which side rearranges KV heads if both are patched: `prefill`, `decode`, or neither.
+
+    Prefill packs, decode interleaves; neither does if a rank of either side holds the same heads.
+    """
+    sizes = (fleet.prefill.tp, fleet.decode.tp)
+    totals = [fleet.kv_heads]
+    if fleet.prefill.draft_layers and fleet.decode.draft_layers:
+        totals.append(fleet.draft_heads)
+    if fleet.hybrid == "swa" and fleet.window_heads:
+        totals.append(fleet.window_heads)
+    held = [[max(1, total // size) for total in totals] for size in sizes]
+    if fleet.mla or held[0] == held[1]:
+        return ""
+    return "prefill" if sizes[0] < sizes[1] else "decode"
+
+
+def packing_counts(servers: Servers) -> tuple[list[int], list[int]]:
+    """Returns what each prefill rank has packed, and what each decode rank has interleaved.
+
+    `rank_packing.PackingCounts` says what counts.
+    """
+    packed = [rank.call("health")["packed"] for rank in servers.prefill]
+    return packed, [rank.call("health")["interleaved"] for rank in servers.decode]
+
+
+def assert_heads_moved(servers: Servers, by: str | None = None) -> None:
+    """Asserts that side `by`, `moves_heads` by default, has packed or interleaved, and no other."""
+    by = moves_heads(servers.fleet) if by is None else by
+    packed, interleaved = packing_counts(servers)
+    # A prefill stage may have nothing to pack.
+    assert (max(packed) > 0) == (by == "prefill"), (by, packed)
+    assert min(interleaved) > 0 if by == "decode" else max(interleaved) == 0, (by, interleaved)
+
+
 def assert_transfers(servers: Servers, pages=PAGES) -> None:
     """Asserts that a request is right, and that no rank keeps its room."""
     assert_right(servers, *pages)
@@ -112,13 +153,16 @@ def reduce_polls(ranks: list[Rank]) -> None:
         list(pool.map(lambda rank: rank.call("reduce_polls", port=port), ranks))
 
 
-def assert_ranks_can_join_while_sending(serve) -> None:
-    """Asserts that registrations and the scheduler's sends never call NIXL at the same time."""
-    with serve(Fleet(layers=4, page_size=1, pages=400)) as servers:
+def assert_ranks_can_join_while_sending(serve, decode_tp: int = 1) -> None:
+    """Asserts that registrations and sends never call NIXL at the same time.
+
+    The scheduler sends, or with more decode TP ranks threads that pack.
+    """
+    with serve(Fleet(decode=Side(tp=decode_tp), layers=4, page_size=1, pages=400)) as servers:
         (prefill,) = servers.prefill
         many = (list(range(0, 400, 2)), list(range(1, 400, 2)))
         assert_transfers(servers, many)
-        (joining,) = servers.start_another("decode")
+        joining, *_ = servers.start_another("decode")
         before = prefill.call("health")["peers"]
         prefill.call("count_agent_calls")
         with ThreadPoolExecutor(1) as pool:

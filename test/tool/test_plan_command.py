@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from sglang_pd import cli
 from sglang_pd.cli import app
 from sglang_pd.errors import ExitCode
+from sglang_pd.plan.show import PACKING
 
 runner = CliRunner()
 needs_matplotlib = pytest.mark.skipif(
@@ -47,15 +48,67 @@ def unwrap(text: str) -> str:
 
 
 def test_plan_of_pair_unservable_by_stock(plan):
+    """Its stages have unequal length."""
+    code, text, _ = plan("qwen3", "tp=4,pp=3", "tp=2,dp=2")
+    assert code == 0
+    assert re.search(r"stock +wrong +the position of decode's first V buffer", text)
+    assert "(mha-pp)" in text
+    assert re.search(r"patched +right", text)
+
+
+def test_plan_of_pair_with_equal_stages(plan):
     code, text, _ = plan("qwen3", "tp=4,pp=2", "tp=2,dp=2")
     assert code == 0
     assert "qwen3: GQA, 64 layers, 8 KV heads, bfloat16" in text
-    assert re.search(r"stock +wrong +GQA with prefill stages", text) and "(mha-pp)" in text
-    assert re.search(r"patched +right", text)
+    assert re.search(r"stock +right", text) and re.search(r"patched +right", text)
     assert re.search(r"prefill +8 +1 +TP 4 PP 2 +32\+32 +2 of 8 +32,768", text)
     assert re.search(r"decode +2 +2 +TP 1 PP 1 +64 +8 of 8 +262,144", text)
-    assert re.search(r"TP 2 PP 1 +TP 0 PP 0 +32-63 +4-5 +32\.0 +65,536", text)
-    assert "256.0 MiB over 8 pairs of ranks, in 524,288 copies; 16 messages" in unwrap(text)
+    assert re.search(r"TP 2 PP 1 +TP 0 PP 0 +32-63 +4-5 +32\.0 +64 to 65,536", text)
+    assert (
+        "256.0 MiB over 8 pairs of ranks, in 512 copies (contiguous pages) to 524,288 copies "
+        "(scattered); 24 messages" in unwrap(text)
+    )
+
+
+@pytest.mark.parametrize(
+    "prefill, decode, page_size, copies, by",
+    [
+        ("tp=4", "tp=2", 16, (4 * 128, 4 * 128 * 64), "decode"),
+        ("tp=2", "tp=4", 16, (4 * 128, 4 * 128 * 64), "prefill"),
+        ("tp=16", "tp=4", 1, (8 * 128, 8 * 128 * 1024), "decode"),  # two ranks have each head
+    ],
+)
+def test_plan_counts_packed_copies_beside_sliced_ones(plan, prefill, decode, page_size, copies, by):
+    """A request of 1,024 tokens; 128 buffers a rank, each sliced into a copy for each token."""
+    words = ("--page-size", str(page_size))
+    shown = json.loads(plan("qwen3", prefill, decode, *words, "--json")[1])
+    sending = [link for link in shown["links"] if link["bytes"]]
+    assert shown["kv_heads"] == {"sent": "packed", "packed_by": by}
+    assert {link["kv_heads"] for link in sending} == {"packed"}
+    request = shown["request"]
+    assert (request["copies_at_least"], request["copies_at_most"]) == copies
+    assert request["copies_if_sliced"] == len(sending) * 128 * 1024
+    text = unwrap(plan("qwen3", prefill, decode, *words)[1])
+    assert f"KV heads go packed: {PACKING[by]}. Sliced (SGLANG_PD_PACKED=0), they take " in text
+    assert f" {request['copies_if_sliced']:,} copies." in text
+
+
+@pytest.mark.parametrize(
+    "name, prefill, decode", [("qwen3", "tp=4", "tp=4"), ("deepseek_v3", "tp=4", "tp=2")]
+)
+def test_plan_of_whole_pages_mentions_no_packing(plan, name, prefill, decode):
+    shown = json.loads(plan(name, prefill, decode, "--json")[1])
+    assert shown["kv_heads"] == {"sent": "whole pages", "packed_by": None}
+    assert shown["request"]["copies_if_sliced"] == shown["request"]["copies_at_most"]
+    assert "KV heads go" not in plan(name, prefill, decode)[1]
+
+
+def test_plan_reports_sliced_heads(plan):
+    """As of hybrids on 0.5.23, which the engine sends its own way."""
+    sizes = ("qwen3_next", "tp=2", "tp=1", "--release", "0.5.23")
+    assert "KV heads go sliced: a copy for each token" in unwrap(plan(*sizes)[1])
+    shown = json.loads(plan(*sizes, "--json")[1])
+    assert shown["kv_heads"] == {"sent": "sliced", "packed_by": None}
 
 
 SIZES = [("tp=16,pp=4", "tp=16"), ("tp=3", "tp=2"), ("tp=4,pp=2", "tp=4,pp=4")]
@@ -75,8 +128,8 @@ def test_plan_output_fits_terminal_width(plan, name, prefill, decode):
 
 
 def test_long_rows_are_wrapped(plan):
-    _, narrow, _ = plan("qwen3", "tp=4,pp=2", "tp=1")
-    _, wide, _ = plan("qwen3", "tp=4,pp=2", "tp=1", columns=200)
+    _, narrow, _ = plan("qwen3", "tp=4,pp=3", "tp=1")
+    _, wide, _ = plan("qwen3", "tp=4,pp=3", "tp=1", columns=200)
     (row,) = (row for row in wide.splitlines() if row.startswith("stock "))
     assert row not in narrow and all(word in narrow for word in row.split())
 
@@ -108,6 +161,7 @@ def test_compare_shows_two_topologies_side_by_side(plan):
     assert re.search(r"stock +hangs +right", text)
     assert re.search(r"prefill ranks +64 +8 ", text)
     assert re.search(r"KV bytes per token, decode rank +32,768 +65,536", text)
+    assert re.search(r"KV heads go +whole pages +packed", text)
     _, text, _ = plan("qwen3", "tp=16,pp=4", "tp=16", "--compare", "tp=8:tp=4", "--json")
     assert [one["prefill"]["ranks"] for one in json.loads(text)] == [64, 8]
 

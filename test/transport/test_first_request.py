@@ -14,7 +14,8 @@ from pd_harness.polling import is_in_time
 
 pytestmark = pytest.mark.transport
 
-TCP = Side(environment={"UCX_TLS": "tcp"})
+# Packed heads would take few copies, which do not give work to all threads.
+TCP = Side(environment={"UCX_TLS": "tcp", "SGLANG_PD_PACKED": "0"})
 SECONDS = 1.0  # latency of each byte in one direction
 TRIP = 2 * SECONDS  # round trip
 # 10,240 copies of a token's heads to each rank

@@ -50,6 +50,7 @@ BIG = 8 << 20
 REGISTRATION, NOT_OPENED = 0, 3
 OF_ROOMS = slice(1, 4)
 SUCCESS = 0
+ENDS, METADATA = slice(3), slice(3, None)
 LARGE_FRAMES = {"session": b"\xff" * BIG, "pointers": b"\1" * BIG}
 
 NUMBERS = [b"-1", b"0", b"4294967296", b"9" * 5000, b"0x10", b"1e3", b"None", b"nan", "٣".encode()]
@@ -292,7 +293,7 @@ def test_fuzzed_messages_of_other_rooms(connected_fleet, backend):
 @pytest.mark.parametrize("mutants", FUZZED_COUNTS)
 @pytest.mark.parametrize("backend", nightly_except(STATUS_BACKENDS, "nixl", "mooncake"))
 def test_fuzzed_prefill_messages(connected_fleet, backend, mutants):
-    """Mutates a room's status messages, and then, between requests, metadata of any slot."""
+    """Mutates a room's status messages and chunks, and then, between requests, any metadata."""
     reasons = BATCHES if SINCE_0_5_20 else 0
     with (
         connected_fleet(backend, "decode") as (servers, sock),
@@ -300,12 +301,12 @@ def test_fuzzed_prefill_messages(connected_fleet, backend, mutants):
     ):
         prefill = servers.prefill[0]
         for number, room, draw in batches(mutants, seed=2):
-            messages = recorded_messages(prefill, room)[:2]
+            messages = recorded_messages(prefill, room)[ENDS]
             request_under_attack(servers, sock, room, draw(messages))
             await_read(sock, prefill, number, SUCCESS)
             servers.decode[0].call("rebaseline")
             assert_right(servers, *PAGES)
-        metadata = recorded_messages(prefill, FIRST_ROOM)[2:]
+        metadata = recorded_messages(prefill, FIRST_ROOM)[METADATA]
         rng = random.Random(3)
         sock.send([fuzzed_message(rng, metadata) for _ in range(mutants) if metadata])
         await_read(sock, prefill, mutants, SUCCESS)

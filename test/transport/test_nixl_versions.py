@@ -12,6 +12,7 @@ from transfer_checks import (
     REQUESTS,
     assert_connected_early,
     assert_failed,
+    assert_heads_moved,
     assert_ranks_can_join_while_sending,
     assert_recovers,
     assert_transfers,
@@ -60,6 +61,7 @@ def test_every_byte_arrives_over_another_nixl(serve, version, name):
             assert f"/nixl/{version}/" in rank.call("nixl")["file"]
         for request in REQUESTS:
             assert_transfers(servers, request)
+        assert_heads_moved(servers)
 
 
 @pytest.mark.parametrize("how", ["status", "late status"])

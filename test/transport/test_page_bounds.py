@@ -6,8 +6,8 @@ and so is, with MemFabric, the whole 2 MiB page around any registered memory.
 
 import pytest
 from fleet import Fleet, Servers, Side
-from transfer_checks import assert_right
-from transport_cases import NSA, with_fields
+from transfer_checks import assert_right, nightly_except
+from transport_cases import NSA, with_environment, with_fields
 
 pytestmark = pytest.mark.transport
 
@@ -16,7 +16,9 @@ FLEET = Fleet(v_width=4)
 FIRST_INVALID_PAGE = FLEET.pages + 1
 FLEETS = {
     "whole": FLEET,
-    "sliced": with_fields(FLEET, prefill=Side(tp=2)),
+    "interleaved": with_fields(FLEET, prefill=Side(tp=2)),
+    "packed": with_fields(FLEET, decode=Side(tp=2)),
+    "sliced": with_environment(with_fields(FLEET, prefill=Side(tp=2)), SGLANG_PD_PACKED="0"),
     "state": Fleet(**NSA),
 }
 RECURRENT = Fleet(hybrid="mamba", layers=4)
@@ -35,7 +37,7 @@ def assert_fails_without_stray_writes(servers: Servers, said: str, pages=PAGES):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", FLEETS)
+@pytest.mark.parametrize("name", nightly_except(FLEETS, "whole", "interleaved", "packed", "state"))
 def test_page_out_of_bounds_fails_the_request(serve, backend, name):
     with serve(with_fields(FLEETS[name], backend=backend)) as servers:
         for rank in servers.prefill:

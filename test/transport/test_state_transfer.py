@@ -15,6 +15,7 @@ from transfer_checks import (
     REQUESTS,
     assert_all_right,
     assert_failed,
+    assert_heads_moved,
     assert_no_room_kept,
     only_0_5_9,
 )
@@ -93,6 +94,7 @@ def test_state_arrives(serve, backend, name):
     with serve(with_backend(backend, RIGHT[name])) as servers:
         assert_all_right(servers)
         assert_no_room_kept(servers, seconds=0)
+        assert_heads_moved(servers)
 
 
 # The first stage's pool has one extra layer: one with full attention, or one with a window.
@@ -123,6 +125,7 @@ def test_sliding_window_stages(serve, backend, name):
             for answer in first_stage_last(servers, src, dst):
                 assert answer["state"] == "right", (src, dst, answer)
         assert_all_right(servers)
+        assert_heads_moved(servers)
 
 
 @alternate_backends(["full", "window"])

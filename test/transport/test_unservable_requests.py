@@ -71,10 +71,10 @@ PREFILL = {"transfer_infos"}
 DECODE = {"required_prefill_response_num_table", "addr_to_rooms_tracker"}
 OF_BACKEND = {
     "nixl": {"transfer_statuses"},
-    "mooncake": {"prefill_response_tracker", "requested_rooms", "failing_rooms"},
+    "mooncake": {"prefill_response_tracker", "requested_rooms", "failing_rooms", "arrived_units"},
 }
 if SINCE_0_5_20:
-    BOTH |= {"_deferred_ack_targets"}
+    BOTH |= {"_deferred_ack_targets", "arrived_units"}
     PREFILL |= {"req_to_decode_prefix_len"}
     DECODE |= {"prefill_response_tracker", "_deferred_abort_ack_tracker"}
     # Reading it creates it: a default on the class, for managers that tests fill by hand.

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transfer_checks import (
     REQUESTS,
     assert_all_right,
+    assert_heads_moved,
     assert_no_room_kept,
     assert_right,
     nightly_except,
@@ -24,6 +25,7 @@ from transport_cases import (
     STAGES,
     STOCK,
     same_widths,
+    tp,
     with_environment,
     with_fields,
 )
@@ -75,6 +77,7 @@ def test_valid_kv_passes(serve, name):
             assert sum(count["bytes"] for count in compared.values()) > 0
             assert {count["mismatches"] for count in compared.values()} == {0}
         assert_no_room_kept(servers)
+        assert_heads_moved(servers)
 
 
 @pytest.mark.parametrize("hybrid", COMPARED_STATE)
@@ -140,6 +143,32 @@ def test_corrupted_kv_fails_its_request(serve, backend, what):
         assert_right(servers, SRC, DST)
 
 
+# By what is wrong: TP sizes of prefill and decode, and which side does it.
+WRONGLY_PACKED = {
+    "not interleaved": (2, 1, "decode"),
+    "interleaved twice": (2, 1, "decode"),
+    "parts swapped": (2, 1, "decode"),
+    "not packed": (1, 2, "prefill"),
+    "other tokens": (1, 2, "prefill"),
+}
+
+
+@pytest.mark.parametrize("what", WRONGLY_PACKED)
+@pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
+def test_wrongly_packed_kv_fails_its_request(serve, backend, what):
+    *sizes, side = WRONGLY_PACKED[what]
+    with serve(verifying(tp(*sizes, backend=backend, v_width=4))) as servers:
+        assert_right(servers, SRC, DST)
+        (rank,) = getattr(servers, side)
+        outcome = end_of_corrupted_request(servers, rank, what)
+        for decode in outcome.decode:
+            assert decode["state"] == "failed", outcome
+            assert "KV verification failed: " in decode["reason"], outcome
+            assert "first wrong page 0 of 4 (tokens 0 to 15), 4 in all" in decode["reason"], outcome
+        assert_right(servers, SRC, DST)
+        assert_heads_moved(servers)
+
+
 @pytest.mark.parametrize("backend", nightly_except(BACKENDS, "mooncake"))
 def test_mismatch_on_one_rank_fails_all_ranks(serve, backend):
     """The other TP rank's KV is right; both fail the room, and serve the next one."""
@@ -166,7 +195,7 @@ def with_stock_transfer(fleet: Fleet, mode: str) -> Fleet:
     """
     if reason := skip_reason(fleet.backend, fleet.size, ("patched", "stock")):
         pytest.skip(reason)
-    variables = {"SGLANG_PD_STOCK_TRANSFER": str(engine_folder("stock"))}
+    variables = {"SGLANG_PD_STOCK_TRANSFER": str(engine_folder("stock")), "SGLANG_PD_PACKED": "0"}
     fleet = verifying(same_widths(fleet), mode)
     environment = {**fleet.prefill.environment, **variables}
     return with_fields(fleet, prefill=with_fields(fleet.prefill, environment=environment))

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_packed
 import bench_plan as bench
 import kv_layout
 import numpy as np
@@ -124,6 +125,50 @@ def test_speedup_below_target_is_reported():
     assert ["ours 5.90" in missed[0], "arrays 24.00" in missed[1]] == [True, True]
     assert bench.regressions([{**row, "pages": 1, "faster": {"ours": 1.01, "arrays": 1.0}}]) == []
     assert "1 pages" in bench.regressions([{**row, "pages": 1, "faster": {"ours": 0.8}}])[0]
+
+
+@pytest.mark.parametrize("direction", bench_packed.DIRECTIONS)
+def test_packed_and_sliced_heads_carry_the_same_bytes(direction):
+    plans = bench_packed.make_plans(kv_layout, direction, page_size=16)
+    pages = [bench_packed.make_pages(5, is_scattered=True, seed=seed) for seed in (1, 2)]
+    buffers = 2 * bench_packed.LAYERS
+    wanted = {"packed": 5 * buffers, "sliced": 5 * 16 * buffers, "whole pages": 5 * buffers}
+    assert bench_packed.check(plans, *pages) == wanted
+
+
+def test_slow_planning_of_packed_heads_is_reported():
+    row = {"direction": "TP 2 to 1", "pages": 8192, "page_size": 1, "lie": "in a row"}
+
+    def misses(packed: float, whole: float, **more) -> list[str]:
+        ms = {"packed": packed, "whole pages": whole}
+        return bench_packed.misses([{**row, "ms": ms, **more}])
+
+    assert misses(4.9, 3.5) == misses(0.9, 0.1) == misses(50, 35, lie="scattered") == []
+    assert "5.1 ms, goal 5" in misses(5.1, 5.0)[0]
+    assert "whole pages in 30.0 ms, goal 1.5 times that" in misses(46, 30, lie="scattered")[0]
+
+
+@pytest.mark.parametrize(
+    "missed, ms, more",
+    [
+        ("", {}, {}),
+        ("flat 70 ms: 0.69, goal 0.7", {"packed": 101}, {}),
+        ("", {"packed": 101}, {"direction": "TP 1 to 2", "copy ms": 90.0}),
+        ("goal 0.7", {"packed": 120}, {"direction": "TP 1 to 2", "copy ms": 90.0}),
+        ("", {"packed": 139}, {"lie": "scattered"}),
+        ("flat 70 ms: 0.50, goal 0.5", {"packed": 141}, {"lie": "scattered"}),
+        ("", {"packed": 141}, {"lie": "scattered", "page_size": 1}),
+        ("", {"packed": 141, "whole": 100}, {"transport": "TCP"}),
+        ("whole 90 ms: 0.64, goal 0.7", {"packed": 141, "whole": 90}, {"transport": "TCP"}),
+        ("sliced 100 ms: 0.83, goal 0.9", {"packed": 120, "sliced": 100, "flat": 90}, {}),
+    ],
+)
+def test_slow_writes_of_packed_heads_are_reported(missed, ms, more):
+    row = {"transport": "shared memory", "direction": "TP 2 to 1", "page_size": 16}
+    row |= {"lie": "in a row", "copy ms": 10.0, **more}
+    row["ms"] = {"flat": 70, "whole": 70, "packed": 99, "sliced": 900, **ms}
+    found = bench_packed.wire_misses([row])
+    assert (len(found), missed in "".join(found)) == (bool(missed), True), found
 
 
 @pytest.mark.engine

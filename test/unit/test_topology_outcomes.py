@@ -115,6 +115,8 @@ def test_every_scenario_is_planned():
         "mooncake-staging_tp2_to_1",
         "nixl-staging_tp2_to_1",
         "nixl-prefixes",
+        "nixl-prefixes_tp2_to_1",
+        "nixl-prefixes_tp1_to_2",
         "mooncake-prefixes",
         "ascend-mla_prefixes",
     }

@@ -3,7 +3,14 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_layout import Notification, TransferStatus, format_notification, parse_notification
+from kv_layout import (
+    LayoutError,
+    Notification,
+    TransferStatus,
+    agreed_units,
+    format_notification,
+    parse_notification,
+)
 
 
 @pytest.mark.parametrize(
@@ -11,6 +18,8 @@ from kv_layout import Notification, TransferStatus, format_notification, parse_n
     [
         (Notification(7, "kv", chunk=2, is_last=True), b"7_kv_2_1_5"),
         (Notification(7, "kv", chunk=0, is_last=False), b"7_kv_0_0_5"),
+        (Notification(7, "kv", chunk=2, is_last=True, unit=(16, 20)), b"7_kv_2_1_5_16-20"),
+        (Notification(7, "kv", unit=(0, 0)), b"7_kv_0_0_5_0-0"),  # of an empty chunk
         (Notification(7, "aux"), b"7_aux_5"),
         (Notification(7, "state"), b"7_state_5"),
         (
@@ -56,10 +65,25 @@ def test_stock_decode_parses_patched_notifications(room, chunk, is_last, sender)
     assert parse_as_stock(failed)[:2] == (room, "failed")
 
 
+counts = st.integers(0, 1 << 40)
+
+
+@given(counts, counts, st.booleans(), counts, st.none() | st.tuples(counts, counts))
+def test_chunk_round_trip(room, chunk, is_last, sender, unit):
+    sent = Notification(room, "kv", chunk, is_last, unit=unit)
+    assert parse_notification(format_notification(sender=sender, notification=sent)) == sent
+
+
 @given(st.binary(max_size=40))
 def test_invalid_notification_is_none(noise):
     parse_notification(noise)
     assert parse_notification(b"x_" + noise) is None
+
+
+@pytest.mark.parametrize("pages", [b"3", b"3-", b"-3", b"-", b"3-5-7", b"a-b", b"3-5.0", b"-1-5"])
+def test_chunk_with_garbled_pages_is_none(pages):
+    assert parse_notification(b"7_kv_2_1_5_3-5") is not None
+    assert parse_notification(b"7_kv_2_1_5_" + pages) is None
 
 
 def complete_notifications(senders, chunks, state):
@@ -127,3 +151,35 @@ def test_extra_chunk_revokes_a_complete_room():
     assert not status.is_done()
     status.add("a", Notification(1, "failed", reason="why"))
     assert status.is_done() and status.is_failed()
+
+
+def test_units_are_kept_for_each_sender():
+    """In any order, and repeated; a sender of slices has none."""
+    status = TransferStatus(senders=3)
+    chunks = [
+        Notification(1, "kv", chunk=1, is_last=True, unit=(3, 5)),
+        Notification(1, "kv", chunk=0, unit=(0, 3)),
+    ]
+    for who, sent in (("a", chunks), ("b", chunks[::-1])):
+        for notification in (*sent, Notification(1, "aux"), *sent):
+            status.add(who, notification)
+    for who, notification in complete_notifications(["c"], 2, False):
+        assert not status.is_done()
+        status.add(who, notification)
+    assert status.is_done()
+    assert [sorted(units) for units in status.units] == [[(0, 3), (3, 5)], [(0, 3), (3, 5)], []]
+    assert agreed_units(status.units[:2], 2, 5) == [(0, 3), (3, 5)]
+    with pytest.raises(LayoutError, match="2 of 3 prefill ranks"):
+        agreed_units(status.units, 3, 5)
+
+
+@pytest.mark.parametrize("named", [0, 1])
+def test_sender_that_names_a_part_of_its_chunks_is_refused(named):
+    """All senders may have lost the same name; what it names would stay in parts."""
+    status = TransferStatus(senders=1)
+    units = [(0, 3), (3, 5)]
+    for chunk in (0, 1):
+        unit = units[chunk] if chunk == named else None
+        status.add("a", Notification(1, "kv", chunk, is_last=chunk == 1, unit=unit))
+    with pytest.raises(LayoutError, match=rf"of chunks \[0, 1\] .* only \[{named}\]"):
+        status.units  # noqa: B018

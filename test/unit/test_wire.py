@@ -42,6 +42,8 @@ layouts = st.builds(
     state=st.lists(buffers, max_size=3).map(tuple),
     aux=st.lists(st.integers(0, 1 << 15), max_size=10).map(tuple),
     aux_slots=st.integers(0, 4096),
+    verifies=st.booleans(),
+    whole_rows=st.booleans(),
 )
 # A frame of the previous version, whose buffers have five fields.
 PREVIOUS_FRAME = (
@@ -105,7 +107,9 @@ def test_unknown_layout_fields_are_ignored():
 
 
 def test_previous_layout_version_is_readable():
+    """Its rank is sent slices."""
     assert decode_layout(PREVIOUS_FRAME) == PREVIOUS_LAYOUT
+    assert not PREVIOUS_LAYOUT.whole_rows
 
 
 class PreviousBuffer(msgspec.Struct, frozen=True, array_like=True):

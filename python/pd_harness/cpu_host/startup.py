@@ -17,6 +17,7 @@ from pd_harness.cpu_host import (  # noqa: F401
     idle,
     import_stubs,
     memfabric,
+    packing_log,
     scheduler_dump,
     stock_transfer,
     thread_binding,

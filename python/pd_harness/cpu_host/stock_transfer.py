@@ -3,6 +3,7 @@
 With `SGLANG_PD_STOCK_TRANSFER` (the folder `sglang/` of a stock engine) a prefill rank sends KV and
 state by that engine's methods, with the item lengths and the state that its pools would register.
 The rest is the patched engine's: notifications, layout descriptions, and `SGLANG_PD_VERIFY`.
+Set `SGLANG_PD_PACKED=0`, too: stock's methods send slices, which decode must not interleave.
 """
 
 import contextlib

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from sglang_pd.doctor.host import Host, LaunchOptions
 from sglang_pd.doctor.network import GROUP, check_network
 
 VERIFY = "SGLANG_PD_VERIFY"
+PACKED, PACKING_SIZE = "SGLANG_PD_PACKED", "SGLANG_PD_PACKING_MIB"
 # Variables that are shown if they are set.
 SHOWN_PATTERN = (
     r"ASCEND_|MF_|MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_(DISAGG|MOONCAKE|PD_|USE_FIA|NPU_USE|HOST_IP)"
@@ -45,6 +47,7 @@ def check_environment(
         *check_ucx(host, launch),
         *check_network(host, launch),
         *check_verify(host, patched),
+        *check_packing(host),
     ]
     judged = {one.name for one in found}
     others = sorted(
@@ -159,3 +162,21 @@ def check_verify(host: Host, patched: bool) -> Iterator[Finding]:
     if host.environ.get("SGLANG_PD_CPU_HOST") == "1":
         advice = "it replaces hardware in tests: unset it where real servers run"
         yield wrong(GROUP, "SGLANG_PD_CPU_HOST", "1", advice)
+
+
+def check_packing(host: Host) -> Iterator[Finding]:
+    """Reports values with which a patched server would not start."""
+    value = host.environ.get(PACKED, "")
+    if value not in ("", "0", "1"):
+        yield wrong(GROUP, PACKED, repr(value), "expected 1 or 0; servers would not start")
+    value = host.environ.get(PACKING_SIZE, "")
+    if value and not _is_amount(value):
+        advice = "expected a number of MiB, 0 or more; servers would not start"
+        yield wrong(GROUP, PACKING_SIZE, repr(value), advice)
+
+
+def _is_amount(value: str) -> bool:
+    try:
+        return 0 <= float(value) < math.inf
+    except ValueError:
+        return False

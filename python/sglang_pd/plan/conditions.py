@@ -35,9 +35,12 @@ def unequal_drafts(pair: ServerPair) -> bool:
 def misplaces_v(pair: ServerPair) -> bool:
     """Whether the engine guesses wrongly, from both sides' pointer counts, where decode's V begins.
 
-    NIXL's plans in 0.5.23 do not guess: they refuse what they cannot pair by position.
+    NIXL in 0.5.23 guesses only between TP sizes: at equal ones it refuses what it cannot pair by
+    position.
     """
-    if pair.model.is_mla or (pair.backend, pair.release) == ("nixl", "0.5.23"):
+    guesses = pair.tp_differs and pair.decode.pp == 1
+    is_refused = (pair.backend, pair.release) == ("nixl", "0.5.23") and not guesses
+    if pair.model.is_mla or is_refused:
         return False
     for at, stage in enumerate(pair.stages[0]):
         is_last = at == pair.prefill.pp - 1

@@ -6,11 +6,16 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from sglang_pd.plan.core import kv_layout
 from sglang_pd.plan.pair import ServerPair
 
 TOKENS = 1024  # length of the request in the figures
+# How the KV heads of a request go to a rank that holds others: as whole rows, or token by token.
+WHOLE, PACKED, SLICED = "whole pages", "packed", "sliced"
+# What a worker packs at a time: half of its share if four share the default of 64 MiB.
+PACKING_BYTES = 8 << 20
 
 
 class RankId(NamedTuple):
@@ -42,14 +47,18 @@ class Link:
     # Whether prefill notifies decode when it is done; else decode does not wait for this rank.
     sends_status: bool
     parts: tuple[SentPart, ...]  # empty if another rank sends the same
-    bytes: int  # of KV and state
-    min_copies: int  # if all pages are contiguous
-    max_copies: int  # if no two pages are
+    bytes: int = 0  # of KV and state
+    min_copies: int = 0  # if all pages are contiguous
+    max_copies: int = 0  # if no two pages are
+    sliced_copies: int = 0  # the same with `SGLANG_PD_PACKED=0`
+    kv_heads: str = WHOLE  # or PACKED, or SLICED
+    # Whether prefill names, in a message of its own, the chunks that decode is to interleave.
+    names_chunks: bool = False
 
     @property
     def messages(self) -> int:
-        """Number of messages: decode's request, and prefill's notification if it sends one."""
-        return 1 + self.sends_status
+        """Number of messages: decode's request, and those that prefill sends when it is done."""
+        return 1 + self.sends_status + self.names_chunks
 
 
 def refusal_reasons(pair: ServerPair) -> list[str]:
@@ -66,7 +75,7 @@ def refusal_reasons(pair: ServerPair) -> list[str]:
 def links(pair: ServerPair) -> list[Link]:
     """Returns all links of a pair, by decode rank. Raises LayoutError if the servers do not fit."""
     return [
-        _link(pair, prefill, decode) if sends else Link(prefill, decode, False, (), 0, 0, 0)
+        _link(pair, prefill, decode) if sends else Link(prefill, decode, False, ())
         for prefill, decode, sends in connections(pair)
     ]
 
@@ -84,19 +93,48 @@ def connections(pair: ServerPair) -> Iterator[tuple[RankId, RankId, bool]]:
 
 def _link(pair: ServerPair, prefill: RankId, decode: RankId) -> Link:
     own, peer = pair.layout("prefill", *prefill), pair.layout("decode", *decode)
-    sides = [kv_layout.Pointers([0] * len(one.kv), [0] * len(one.state)) for one in (own, peer)]
-    plan = kv_layout.plan_for_peer(own, sides[0], peer, sides[1])
-    parts, size, min_copies, max_copies = [], 0, 0, 0
-    for part, mine, theirs in ((plan.kv, own.kv, peer.kv), (plan.state, own.state, peer.state)):
-        pages = _pages(pair, part is plan.state)
+    packed, sliced = (_plans(own, peer, is_packed) for is_packed in (pair.sends_kv_by_plan, False))
+    parts, size, min_copies, max_copies, sliced_copies = [], 0, 0, 0, 0
+    for which, (mine, theirs) in enumerate(((own.kv, peer.kv), (own.state, peer.state))):
+        pages = _pages(pair, is_state=which == 1)
         contiguous, scattered = np.arange(pages), np.arange(pages) * 2
-        min_copies += len(part.copies(contiguous, contiguous))
-        max_copies += len(part.copies(scattered, scattered))
+        min_copies += _count(packed[which], contiguous)
+        max_copies += _count(packed[which], scattered)
+        sliced_copies += _count(sliced[which], scattered)
         for one in kv_layout.match_buffers(own, peer, mine, theirs):
             buffer = mine[one.src]
             size += pages * one.row_bytes * (1 if one.whole else own.page_size)
             parts.append(SentPart(*buffer.key, _heads(one, buffer, own.page_size)))
-    return Link(prefill, decode, True, tuple(parts), size, min_copies, max_copies)
+    counts = (size, min_copies, max_copies, sliced_copies)
+    names_chunks = (
+        pair.names_chunks and pair.tp[0] > pair.tp[1] and kv_layout.is_split_by_heads(peer)
+    )
+    return Link(prefill, decode, True, tuple(parts), *counts, _kv_heads(packed), names_chunks)
+
+
+def _plans(own, peer, is_packed: bool) -> tuple:
+    """Returns the plans of KV and of state; `is_packed`: both servers have SGLANG_PD_PACKED=1."""
+    own, peer = (replace(one, whole_rows=is_packed) for one in (own, peer))
+    sides = [kv_layout.Pointers([0] * len(one.kv), [0] * len(one.state)) for one in (own, peer)]
+    plan = kv_layout.plan_for_peer(own, sides[0], peer, sides[1], can_pack=is_packed)
+    return plan.kv, plan.state
+
+
+def _count(plan, pages: np.ndarray) -> int:
+    """Returns the number of copies if both sides have the request in these pages, as one chunk."""
+    rounds = plan.rounds(pages, pages, PACKING_BYTES) if _is_packed(plan) else ()
+    return len(plan.copies(pages, pages)) + sum(len(one.copies(0)) for one in rounds)
+
+
+def _kv_heads(plans: tuple) -> str:
+    if any(plan.is_sliced for plan in plans):
+        return SLICED
+    moved = any(_is_packed(plan) and (plan.packs or plan.has_parts) for plan in plans)
+    return PACKED if moved else WHOLE
+
+
+def _is_packed(plan) -> bool:
+    return isinstance(plan, kv_layout.PackedPlan)
 
 
 def _heads(match, ours: "kv_layout.Buffer", page_size: int) -> tuple[int, int] | None:

@@ -36,6 +36,16 @@ class ServerPair:
         return version_key(self.release) < version_key("0.5.20")
 
     @property
+    def sends_kv_by_plan(self) -> bool:
+        """Whether a transfer plan covers the KV; later releases send that of hybrids their way."""
+        return self.model.recurrent is None or self.sends_state_by_plan
+
+    @property
+    def names_chunks(self) -> bool:
+        """Whether chunks to interleave are named in a message, and not with prefill's status."""
+        return self.sends_kv_by_plan and not self.sends_state_by_plan
+
+    @property
     def tp(self) -> tuple[int, int]:
         """Attention TP size of prefill and of decode."""
         return self.prefill.attention_tp, self.decode.attention_tp

@@ -11,12 +11,17 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from sglang_pd.plan.known_failures import LOGPROBS, RETRACTS, RIGHT, UNKNOWN
-from sglang_pd.plan.links import TOKENS, Link
+from sglang_pd.plan.links import PACKED, SLICED, TOKENS, Link
 from sglang_pd.plan.pair import ServerPair
 from sglang_pd.plan.summary import Summary
 from sglang_pd.plan.verdict import Verdict
 
 CONTENT = attrgetter("component", "draft", "heads")  # of a SentPart, without its layer
+# What a side does with packed heads.
+PACKING = {
+    "decode": "prefill sends whole rows, and decode interleaves them",
+    "prefill": "prefill packs those of each decode rank into whole rows",
+}
 # Events whose effect depends on the pair; a stray message harms any pair.
 EVENT_TEXTS = {LOGPROBS: "with logprobs", RETRACTS: "if decode retracts"}
 
@@ -34,6 +39,7 @@ def as_json(summary: Summary) -> dict:
         **{side: _side(summary, side) for side in pair.sides},
         "links": [_link(link) for link in summary.links],
         "request": summary.totals,
+        "kv_heads": {"sent": summary.kv_heads, "packed_by": summary.packed_by},
         "notes": summary.notes,
     }
 
@@ -62,6 +68,8 @@ def _link(link: Link) -> dict:
         "bytes": link.bytes,
         "copies_at_least": link.min_copies,
         "copies_at_most": link.max_copies,
+        "copies_if_sliced": link.sliced_copies,
+        "kv_heads": link.kv_heads,
         "messages": link.messages,
     }
 
@@ -104,7 +112,7 @@ def title(pair: ServerPair) -> str:
 
 
 def totals(summary: Summary) -> list[str]:
-    """Describes a request's totals in a line; empty if the pair is refused."""
+    """Describes a request's totals, and how KV heads go; empty if the pair is refused."""
     if not summary.links:
         return []
     some = summary.totals
@@ -112,10 +120,18 @@ def totals(summary: Summary) -> list[str]:
     if some["copies_at_least"] < some["copies_at_most"]:
         copies = f"{some['copies_at_least']:,} copies (contiguous pages) to {copies} (scattered)"
     pairs = f"{some['links']} pair{'s' * (some['links'] != 1)} of ranks"
-    return [
+    said = [
         f"A request of {TOKENS} tokens: {size(some['bytes'])} over {pairs}, "
         f"in {copies}; {some['messages']} messages."
     ]
+    if summary.kv_heads == PACKED:
+        said.append(
+            f"KV heads go packed: {PACKING[summary.packed_by]}. Sliced (SGLANG_PD_PACKED=0), "
+            f"they take {some['copies_if_sliced']:,} copies."
+        )
+    if summary.kv_heads == SLICED:
+        said.append("KV heads go sliced: a copy for each token, layer and component.")
+    return said
 
 
 def _print(console: Console, text: str) -> None:
@@ -169,12 +185,13 @@ def _heads_of_rank(pair: ServerPair, tp: int) -> str:
 
 
 def _links(summary: Summary) -> Table:
-    right = ("MiB", "copies at most")
+    right = ("MiB", "copies")
     table = _table("prefill rank", "decode rank", "layers", "heads", *right, right=right)
     for link in summary.links:
         ranks = (str(link.prefill), str(link.decode))
         if link.parts:
-            figures = (f"{link.bytes / 2**20:,.1f}", f"{link.max_copies:,}")
+            copies = dict.fromkeys(f"{one:,}" for one in (link.min_copies, link.max_copies))
+            figures = (f"{link.bytes / 2**20:,.1f}", " to ".join(copies))
             table.add_row(*ranks, layers_of(link), heads_of(link), *figures)
         else:
             table.add_row(*ranks, "none: another rank sends them")
@@ -240,6 +257,8 @@ def _figures(summary: Summary) -> list[tuple[str, Text | str]]:
         ),
         ("copies, contiguous pages", f"{some['copies_at_least']:,}"),
         ("copies, scattered pages", f"{some['copies_at_most']:,}"),
+        ("copies if sliced", f"{some['copies_if_sliced']:,}"),
+        ("KV heads go", summary.kv_heads),
         ("messages", f"{some['messages']:,}"),
     ]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sglang_pd.patchset.patches import public_version, supported_releases, unsupported
 from sglang_pd.plan.core import kv_layout
-from sglang_pd.plan.links import TOKENS, Link, links
+from sglang_pd.plan.links import PACKED, SLICED, TOKENS, WHOLE, Link, links
 from sglang_pd.plan.model import read_model
 from sglang_pd.plan.pair import ServerPair, make_pair
 from sglang_pd.plan.sizes import parse_sizes
@@ -61,8 +61,23 @@ class Summary:
             "bytes": sum(link.bytes for link in self.links),
             "copies_at_least": sum(link.min_copies for link in self.links),
             "copies_at_most": sum(link.max_copies for link in self.links),
+            "copies_if_sliced": sum(link.sliced_copies for link in self.links),
             "messages": sum(link.messages for link in self.links),
         }
+
+    @property
+    def kv_heads(self) -> str:
+        """How KV heads go between the patched servers' ranks: the worst of all links."""
+        sent = {link.kv_heads for link in self.links}
+        return next((one for one in (SLICED, PACKED) if one in sent), WHOLE)
+
+    @property
+    def packed_by(self) -> str | None:
+        """The side that moves packed heads: decode interleaves rows, or prefill packs them."""
+        if self.kv_heads != PACKED:
+            return None
+        prefill, decode = self.pair.tp
+        return "decode" if prefill > decode else "prefill"
 
     @property
     def notes(self) -> list[str]:

@@ -7,6 +7,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.kv_layout import HIDDEN_STATES, Heads
 from sglang.srt.disaggregation.pd import local_layout
+from sglang.srt.disaggregation.pd.packing import make_packing_buffers
 from sglang.srt.disaggregation.utils import get_kv_transfer_buf_infos
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -41,12 +42,13 @@ def registered_args(target, draft=None, **more) -> KVArgs:
         sum(part, []) for part in zip(*infos)
     )
     has_windows = hasattr(target, "swa_kv_pool")
-    _, lengths, items = target.get_state_buf_infos() if has_windows else ([], [], [])
+    pointers, lengths, items = target.get_state_buf_infos() if has_windows else ([], [], [])
     facts = {
         "kv_layer_ids": [],
         "mla_compression_ratios": None,
         "num_draft_entries": 0 if draft is None else len(infos[1][0]),
         "state_types": [StateType.SWA] * has_windows,
+        "state_data_ptrs": [pointers] * has_windows,
         "state_data_lens": [lengths] * has_windows,
         "state_item_lens": [items] * has_windows,
         "swa_kv_cache_layout": None,
@@ -62,8 +64,8 @@ def registered_args(target, draft=None, **more) -> KVArgs:
 
 
 @pytest.fixture
-def layout(monkeypatch):
-    """A function from pools to the first of two TP ranks' layout; None leaves it to the engine."""
+def described_args(monkeypatch):
+    """A function from pools to the KVArgs of the first of two TP ranks, with their layout."""
     parallel = {"attn_tp_rank": 0, "attn_tp_size": 2, "pp_size": 1, "attn_cp_size": 1}
     parallel |= {"attn_dcp_size": 1, "enable_kv_cache_sharding": False}
     model = SimpleNamespace(get_total_num_kv_heads=lambda: 2, get_swa_num_kv_heads=lambda ranks: 1)
@@ -72,8 +74,17 @@ def layout(monkeypatch):
     worker = SimpleNamespace(_draft_model_runners=lambda: [runner])
 
     def described(
-        target, draft=None, ranks=(), memory=False, scheduler=(), is_registered=True, **more
+        target,
+        draft=None,
+        ranks=(),
+        memory=False,
+        scheduler=(),
+        is_registered=True,
+        backend="nixl",
+        **more,
     ):
+        disagg = SimpleNamespace(disaggregation_transfer_backend=backend)
+        monkeypatch.setattr(local_layout, "get_disagg", lambda: disagg)
         ranks = SimpleNamespace(**{**parallel, **dict(ranks)})
         monkeypatch.setattr(local_layout, "get_parallel", lambda: ranks)
         unified = SimpleNamespace(enable_unified_memory=memory)
@@ -82,9 +93,15 @@ def layout(monkeypatch):
         facts = {"model_config": model, "draft_worker": worker, **dict(scheduler)}
         with local_layout.scheduler_context(SimpleNamespace(**facts)):
             local_layout.set_local_layout(args, target, draft, LAYERS)
-        return args.layout
+        return args
 
     return described
+
+
+@pytest.fixture
+def layout(described_args):
+    """A function from pools to the first of two TP ranks' layout; None leaves it to the engine."""
+    return lambda *pools, **more: described_args(*pools, **more).layout
 
 
 def test_layout_of_the_first_of_two_tp_ranks(layout):
@@ -149,7 +166,8 @@ def test_unsupported_state_types_are_left_to_the_engine(kinds, layout):
     pool = swa_pool()
     _, lengths, items = pool.get_state_buf_infos()
     each = {"state_data_lens": [lengths] * len(kinds), "state_item_lens": [items] * len(kinds)}
-    assert layout(pool, state_types=kinds, **each).state == ()
+    pointers = [pool.get_state_buf_infos()[0]] * len(kinds)
+    assert layout(pool, state_types=kinds, state_data_ptrs=pointers, **each).state == ()
 
 
 def test_aux_slots_are_the_fewest_of_any_buffer(layout):
@@ -163,3 +181,80 @@ def test_unknown_metadata_buffers_are_left_to_the_engine(layout, monkeypatch):
     assert layout(mha(), **few).aux == ()
     monkeypatch.setenv("SGLANG_ENABLE_DISAGG_SAMPLING_MASK", "1")
     assert layout(mha()).aux == ()
+
+
+# Head slices as whole rows
+
+
+def test_buffers_are_viewed_where_they_are(described_args):
+    pool, windows = mha(), swa_pool()
+    args = described_args(pool)
+    assert [pages.data_ptr() for pages in args.views.kv] == args.kv_data_ptrs
+    assert [pages.nbytes for pages in args.views.kv] == args.kv_data_lens
+    args = described_args(windows)
+    assert [[pages.data_ptr() for pages in args.views.state]] == args.state_data_ptrs
+
+
+@pytest.mark.parametrize(
+    "backend, whole_rows", [("nixl", True), ("mooncake", True), ("ascend", True), ("mori", False)]
+)
+def test_only_patched_backends_send_whole_rows(described_args, backend, whole_rows):
+    """The others' managers name no chunks, for which decode would wait."""
+    args = described_args(mha(), backend=backend)
+    assert args.layout.whole_rows == whole_rows
+
+
+def can_pack(args) -> bool:
+    return make_packing_buffers(args, workers=1) is not None
+
+
+@pytest.fixture
+def two_heads(described_args):
+    """A function that describes a rank with two of four heads, which it must pack."""
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: 4)
+
+    def described():
+        with single_rank_context():
+            pool = MHATokenToKVPool(**SIZES, **{**HEADS, "head_num": 2}, layer_num=LAYERS)
+        return described_args(pool, scheduler={"model_config": model})
+
+    return described
+
+
+def test_whole_rows_are_on_by_default(two_heads):
+    args = two_heads()
+    assert args.layout.whole_rows and can_pack(args)
+
+
+@pytest.mark.parametrize(
+    "variable, value",
+    [
+        ("SGLANG_PD_PACKED", "0"),
+        ("SGLANG_DISAGG_STAGING_BUFFER", "1"),  # the engine's own way goes first
+    ],
+)
+def test_whole_rows_are_off(variable, value, two_heads, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    args = two_heads()
+    assert args.layout is not None and not args.layout.whole_rows
+    assert not can_pack(args)
+
+
+def test_without_memory_to_pack_in_decode_still_interleaves(two_heads, monkeypatch):
+    monkeypatch.setenv("SGLANG_PD_PACKING_MIB", "0")
+    args = two_heads()
+    assert args.layout.whole_rows and not can_pack(args)
+
+
+@pytest.mark.parametrize(
+    "variable, value, expected",
+    [
+        ("SGLANG_PD_PACKED", "yes", "expected 1 or 0"),
+        ("SGLANG_PD_PACKING_MIB", "-1", "expected 0 MiB or more"),
+    ],
+)
+def test_invalid_variable_stops_the_server(variable, value, expected, described_args, monkeypatch):
+    """Also that of a rank whose buffers are left to the engine."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"{variable} is '{value}'; {expected}"):
+        described_args(mha(), kv_layer_ids=[0, 1, 2])

@@ -8,15 +8,17 @@ from sglang.srt.disaggregation.ascend.conn import AscendKVManager
 from sglang.srt.disaggregation.ascend.transfer_engine import AscendTransferEngine
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.pd.memory_registration import raise_only_at_startup
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 pytestmark = pytest.mark.engine
 
 kinds = pytest.mark.parametrize("kind", [AscendKVManager, MooncakeKVManager])
 
 
-def make_manager(kind: type, refused: list[int]):
-    """A rank with KV of 10 bytes, aux of 30, and no state."""
+def make_manager(kind: type, refused: list[int], packing=None):
+    """A prefill rank with KV of 10 bytes, aux of 30, and no state."""
     made = kind.__new__(kind)
+    made.disaggregation_mode = DisaggregationMode.PREFILL
     made.kv_args = SimpleNamespace(
         kv_data_ptrs=[1 << 21],
         kv_data_lens=[10],
@@ -25,6 +27,8 @@ def make_manager(kind: type, refused: list[int]):
         state_data_ptrs=by_kind([]),
         state_data_lens=by_kind([]),
         layout=None,
+        views=None,
+        packing=packing,
     )
     made.engine = object.__new__(AscendTransferEngine)
     made.engine.engine = RefusingEngine(refused, ())
@@ -39,6 +43,20 @@ def test_registration_error_is_raised_at_startup(refused, name, kind):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=name):
             starting.register_buffer_to_engine()
+
+
+@kinds
+def test_memory_to_pack_in_is_registered(kind, caplog):
+    """If it is refused, the rank sends slices."""
+    packing = SimpleNamespace(region=("packing buffer", 5 << 21, 50))
+    starting = make_manager(kind, [], packing)
+    starting.register_buffer_to_engine()
+    assert sorted(starting.engine.engine.registered) == [10, 30, 50]
+    assert starting.packing is packing
+    refused = make_manager(kind, [50], packing)
+    refused.register_buffer_to_engine()
+    assert refused.packing is None
+    assert "did not register the 50 bytes in which KV heads are packed" in caplog.text
 
 
 def log_levels(caplog) -> list[str]:

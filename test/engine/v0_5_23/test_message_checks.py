@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.staging_handler import PrefillStagingContext
-from sglang.srt.disaggregation.kv_layout import Heads
+from sglang.srt.disaggregation.kv_layout import Heads, encode_units
 from sglang.srt.disaggregation.pd.message_checks import MAX_CHUNKS, MAX_FRAMES, drop_invalid
+from sglang.srt.disaggregation.pd.unit_exchange import UNITS, units_message
 from sglang.srt.disaggregation.pd.verify_exchange import DIGESTS
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
@@ -356,14 +357,25 @@ INVALID_DIGESTS = [
     [DIGESTS, b"\xff", b"0", b""],
     [DIGESTS, b"7", b"0"],
 ]
+INVALID_UNITS = [
+    [UNITS],
+    [UNITS, b"7", b"0", b"2"],
+    [UNITS, b"x", b"0", b"2", encode_units([(0, 2)])],
+    [UNITS, b"7", b"0", b"\xff", encode_units([(0, 2)])],
+    *([UNITS, b"7", b"0", size, encode_units([(0, 2)])] for size in (b"0", b"-2", b"9" * 9)),
+    [UNITS, b"7", b"0", b"2", b""],
+    [UNITS, b"7", b"0", b"2", b"\x93\x00\x02\x04"],  # numbers, not pairs of them
+]
 
 
-@pytest.mark.parametrize("message", [*STAGING_TO_DECODE, *INVALID_DIGESTS], ids=repr)
+@pytest.mark.parametrize(
+    "message", [*STAGING_TO_DECODE, *INVALID_DIGESTS, *INVALID_UNITS], ids=repr
+)
 def test_invalid_messages_to_decode_are_dropped(message, backend, decode):
     assert accepted(decode, message) is None
     process_messages(decode, message, status(backend))
     assert is_done(decode)
-    assert not decode.arrived_digests
+    assert not decode.arrived_digests and not decode.arrived_units
 
 
 @pytest.mark.parametrize("message", STAGING_TO_DECODE[:3], ids=repr)
@@ -394,6 +406,7 @@ def test_garbled_messages_do_not_stop_the_decode_thread(backend, data):
         [b"STAGING_REQ", b"8", b"0", b"4", b"10.0.0.1:1", b"0"],
         [b"ABORT_ACK", b"8", b"0", b"1"],
         [DIGESTS, b"8", b"0", b"digests"],
+        units_message(8, 0, 2, [(0, 2), (2, 4)]),
     ]
     if backend == "mooncake":
         good.append(aux_message())
@@ -413,11 +426,21 @@ def test_digests_are_kept_of_open_rooms_only(backend, decode):
     assert is_done(decode)
 
 
+def test_chunks_to_interleave_are_kept_of_open_rooms_only(backend, decode):
+    messages = [units_message(ROOM, sender, 2, [(0, 2), (2, 4)]) for sender in (0, 1)]
+    closed = units_message(99, 0, 2, [(0, 4)])
+    for message in (*messages, closed):
+        assert accepted(decode, message) is None
+    process_messages(decode, *messages, closed, status(backend))
+    assert decode.arrived_units == {ROOM: dict.fromkeys((0, 1), (2, [(0, 2), (2, 4)]))}
+    assert is_done(decode)
+
+
 def test_digests_of_a_room_that_is_being_closed_are_not_kept(decode):
     """They would be compared with what the next request in this room receives."""
     with ThreadPoolExecutor(1) as reader:
         with decode.status_lock:  # the scheduler closes the room
-            stored = reader.submit(decode.store_digests, [DIGESTS, b"7", b"0", b"late"])
+            stored = reader.submit(decode.store_frames, [DIGESTS, b"7", b"0", b"late"])
             wait([stored], 0.2)
             del decode.request_status[ROOM]
             decode.arrived_digests.pop(ROOM, None)

@@ -46,7 +46,8 @@ def is_left_to_the_engine(prefill) -> bool:
 def test_rank_without_a_layout_leaves_all_to_the_engine(prefill, decode):
     """Its `KVArgs` lacks the patch set's fields, as where other code makes one."""
     for manager in (prefill, decode):
-        del manager.kv_args.layout, manager.kv_args.verifier
+        for name in ("layout", "views", "packing", "verifier"):
+            delattr(manager.kv_args, name)
     fake_managers.request_rooms(prefill, decode, ROOM)
     assert is_left_to_the_engine(prefill)
     fake_managers.add_chunk(prefill, ROOM)

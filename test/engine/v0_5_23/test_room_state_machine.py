@@ -6,7 +6,8 @@ scheduler     calls senders; drops them without a call     also while a message 
 worker        sends one chunk at a time, or fails to       the scheduler may act as it concludes
 
 `Rooms` predicts every notification. A decode rank whose request is stored when prefill's request
-ends is notified once; nothing else is sent. The machine keeps to two rules about reuse:
+ends is notified once; nothing else is sent. If decode ranks interleave, success comes after the
+names of all chunks. The machine keeps to two rules about reuse:
 
 - A decode rank uses a room again once its own request there is over, its messages have arrived or
   are lost, and prefill has dropped the request that it notified or that was aborted.
@@ -47,6 +48,8 @@ from hypothesis.stateful import (
 )
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.kv_layout import decode_units
+from sglang.srt.disaggregation.pd.unit_exchange import UNITS
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
@@ -61,6 +64,7 @@ EXAMPLES, NIGHTLY_EXAMPLES = 50, 500
 ROOMS = (1, 2)
 UNUSED_ROOM = 9
 PAGES = 4  # of a request; a chunk other than the last has two
+UNITS_OF_ROOM = [(0, PAGES)], [(0, PAGES // 2), (PAGES // 2, PAGES)]
 PATIENCE = 10.0  # seconds until the thread that reads messages counts as hung
 REFUSED = "too long"
 
@@ -83,6 +87,7 @@ DECODE_TABLES = (
     "_deferred_abort_ack_tracker",
     "requested_ranks",
     "arrived_digests",
+    "arrived_units",
 )
 
 
@@ -351,19 +356,28 @@ class PrefillRoom:
 
 
 class DecodeRank:
-    """A decode rank, and its messages that have not arrived."""
+    """A decode rank, and its messages that have not arrived.
 
-    def __init__(self, backend: str, number: int, count: int):
+    Attributes:
+        named: Rooms whose chunks prefill has named since it last sent their status.
+    """
+
+    def __init__(self, backend: str, number: int, count: int, interleaves: bool):
         """Makes rank `number` of `count`, each of which requests all of the rooms' pages."""
-        decode = self.manager = fake_managers.decode_rank(backend, number=number)
+        layout = fake_managers.gqa_layout((0, 1)) if interleaves else None
+        decode = self.manager = fake_managers.decode_rank(backend, layout, number)
+        job = SimpleNamespace(is_done=lambda: True, cancel=lambda: None)
+        decode.interleaver = SimpleNamespace(start=lambda *given: job)  # without a thread
         info = decode.prefill_info_table[ADDRESS] = decode.placeholder_prefill_info()
         info.target_tp_rank, info.required_prefill_response_num = 0, 1
+        info.attn_tp_size = 2 if interleaves else 1
         info.target_tp_ranks = info.target_cp_ranks = info.target_pp_ranks = [0]
         info.required_dst_info_num = count
         rank = {"rank_ip": "127.0.0.1", "rank_port": 7999, "pp_rank": 0, "is_dummy": False}
         decode.connection_pool[f"{ADDRESS}_0_0_0"] = [rank]
         self.backend, self.port = backend, str(decode.rank_port)
         self.outbox: deque[tuple[DecodeRoom, list[bytes]]] = deque()
+        self.named: set[int] = set()
 
 
 @dataclass(eq=False, repr=False)
@@ -486,6 +500,7 @@ class Rooms(RuleBasedStateMachine):
     """One prefill rank and one or two decode ranks, which share a few rooms.
 
     Attributes:
+        interleaves: Whether decode interleaves what prefill sends.
         chunks: Queued chunks in order: the room, and whether the chunk is the last one.
         due: Notifications of decode ranks that are not checked yet.
         requests: All requests on prefill.
@@ -493,11 +508,13 @@ class Rooms(RuleBasedStateMachine):
     """
 
     backend = ""
+    interleaves = False
 
     def __init__(self):
         freeze_heap()
         super().__init__()
-        self.prefill = fake_managers.prefill_rank(self.backend)
+        layout = fake_managers.gqa_layout((0, 2)) if self.interleaves else None
+        self.prefill = fake_managers.prefill_rank(self.backend, layout)
         self.reader = Reader(self.prefill)
         self.all_rooms = [PrefillRoom(number) for number in ROOMS]
         self.all_decode_rooms: list[DecodeRoom] = []
@@ -519,7 +536,8 @@ class Rooms(RuleBasedStateMachine):
     )
     def register_decode_ranks(self, count, is_deferred):
         """Registers the decode ranks; without deferred release, few failures are reported."""
-        self.ranks = [DecodeRank(self.backend, number, count) for number in range(count)]
+        same = {"count": count, "interleaves": self.interleaves}
+        self.ranks = [DecodeRank(self.backend, number, **same) for number in range(count)]
         for manager in (self.prefill, *(rank.manager for rank in self.ranks)):
             manager.enable_deferred_decode_kv_release = is_deferred
         for rank in self.ranks:
@@ -824,9 +842,14 @@ class Rooms(RuleBasedStateMachine):
         by_port = {rank.port: rank for rank in self.ranks}
         for endpoint, frames in self.prefill.notified:
             rank = by_port[endpoint.rsplit(":", 1)[1]]
-            if frames[0] != common.ABORT_ACK_TAG:
+            if frames[0] == UNITS:
+                assert self.interleaves and decode_units(frames[4]) in UNITS_OF_ROOM
+                rank.named.add(int(frames[1]))
+            elif frames[0] != common.ABORT_ACK_TAG:
                 number, status, _, reason = self.prefill.parse_kv_status_message(frames)
                 self.check_notification(rank, number, status, reason)
+                assert status == KVPoll.Failed or (number in rank.named) == self.interleaves
+                rank.named.discard(number)
             process_messages(rank.manager, frames)
         self.prefill.notified.clear()
         missing = [one for one, expected in self.due.items() if expected.is_certain]
@@ -951,6 +974,7 @@ class Rooms(RuleBasedStateMachine):
         assert set(prefill.transfer_infos) <= used
         assert set(prefill.req_to_decode_prefix_len) <= used
         assert set(prefill.failure_records) <= used
+        assert set(prefill.sent_pages) <= used
 
     def teardown(self):
         if sys.exc_info()[1] is not self.error_before:  # a step failed, or this run is given up
@@ -1037,9 +1061,10 @@ def frozen_heap():
 
 
 @pytest.mark.usefixtures("frozen_heap")
+@pytest.mark.parametrize("interleaves", [False, True])
 @pytest.mark.parametrize(
     "examples", [EXAMPLES, pytest.param(NIGHTLY_EXAMPLES, marks=pytest.mark.nightly)]
 )
-def test_rooms_survive_events_in_any_order(examples, backend):
-    machine = type("Rooms", (Rooms,), {"backend": backend})
+def test_rooms_survive_events_in_any_order(examples, interleaves, backend):
+    machine = type("Rooms", (Rooms,), {"backend": backend, "interleaves": interleaves})
     run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=examples))

@@ -47,8 +47,13 @@ def make_prefill():
 @pytest.fixture(params=MANAGERS)
 def decode(request):
     """A decode rank's manager."""
+    return make_decode(request.param)
+
+
+def make_decode(backend: str):
+    """Returns a decode rank's manager."""
     return _make_manager(
-        MANAGERS[request.param],
+        MANAGERS[backend],
         DisaggregationMode.DECODE,
         kv_args=SimpleNamespace(page_size=16, engine_rank=0, verifier=None, gpu_id=0),
         is_mla_backend=False,
@@ -59,6 +64,7 @@ def decode(request):
         prefill_response_tracker=defaultdict(set),
         transfer_statuses=defaultdict(TransferStatus),
         requested_rooms=set(),
+        arrived_units=defaultdict(dict),
         failing_rooms=set(),
         agent=SimpleNamespace(name="decode", get_new_notifs=dict),
         engine=SimpleNamespace(get_session_id=lambda: "127.0.0.1:1"),
@@ -117,6 +123,13 @@ class FakePrefillServer:
 
 
 @pytest.fixture
+def another_decode(decode):
+    """The manager of another rank of the same decode server."""
+    (backend,) = (name for name, kind in MANAGERS.items() if isinstance(decode, kind))
+    return make_decode(backend)
+
+
+@pytest.fixture
 def server(listen, monkeypatch):
     """The prefill server that decode queries."""
     fake = FakePrefillServer(listen)
@@ -132,18 +145,18 @@ def make_receiver(decode, server):
         def _register_kv_args(self):
             self._register([b"registers"])
 
-    def make(room: int, address: str = server.address):
-        return Registering(decode, address, room)
+    def make(room: int, address: str = server.address, at=decode):
+        return Registering(at, address, room)
 
     return make
 
 
 @pytest.fixture
-def locate(make_receiver):
+def locate(decode, make_receiver):
     """A function that makes a room's receiver, and waits until it knows prefill's ranks."""
 
-    def make(room: int):
-        made = make_receiver(room)
+    def make(room: int, at=decode):
+        made = make_receiver(room, at=at)
         assert wait_until(lambda: made.poll() == KVPoll.WaitingForInput, 10)
         return made
 

@@ -62,6 +62,7 @@ def manager(make_prefill):
             aux_item_lens=[],
             state_type="none",
             layout=LAYOUT,
+            packing=None,
         ),
         engine=FailingEngine(0.0),
         notices=[],

@@ -153,6 +153,7 @@ def test_swa_pool_marks_the_next_stages_layer_as_unused(init_kv_args):
     layout = init_kv_args(pool, computed=3).layout
     assert buffer_keys(layout.kv) == [(c, False, n) for c in ("k", "v") for n in (1, 3)]
     assert buffer_keys(layout.state) == [(c, False, n) for c in ("swa_k", "swa_v") for n in (0, 2)]
+    assert layout.whole_rows
     assert {b.layer for b in (*layout.kv, *layout.state) if b.unused} == {3}
     assert {b.pages for b in (*layout.kv, *layout.state)} == {3}  # page 0 is padding
 
@@ -171,7 +172,9 @@ class UnknownPool(MLATokenToKVPool):
 
 
 def test_unknown_pool_is_sent_as_opaque_buffers(init_kv_args, caplog):
-    layout = init_kv_args(mla_pool(UnknownPool, 2)).layout
+    args = init_kv_args(mla_pool(UnknownPool, 2))
+    layout = args.layout
+    assert args.views is None and not layout.whole_rows
     assert buffer_keys(layout.kv) == [("opaque", False, n) for n in range(4)]
     assert [buffer.page_bytes for buffer in layout.kv[2:]] == [64, 32]
     assert [buffer.pages for buffer in layout.kv[2:]] == [10, 10]
@@ -186,8 +189,36 @@ def test_uninspectable_pool_is_sent_as_opaque_buffers(init_kv_args, caplog):
 
 
 @pytest.mark.parametrize(
+    "variable, value, whole_rows",
+    [
+        ("SGLANG_PD_PACKED", "", True),
+        ("SGLANG_PD_PACKED", "1", True),
+        ("SGLANG_PD_PACKED", "0", False),
+        ("SGLANG_USE_FIA_NZ", "1", False),  # a token's bytes do not lie together
+    ],
+)
+def test_heads_are_sent_as_whole_rows(init_kv_args, monkeypatch, variable, value, whole_rows):
+    monkeypatch.setenv(variable, value)
+    args = init_kv_args(engine_calls.mha_pool(fia=True, page_size=16))
+    assert args.layout.whole_rows == whole_rows == (args.views is not None)
+    if whole_rows:
+        assert [pages.data_ptr() for pages in args.views.kv] == args.kv_data_ptrs
+        assert [pages.numel() for pages in args.views.kv] == args.kv_data_lens
+
+
+def test_latents_are_not_sent_as_rows_of_heads(init_kv_args):
+    target = nsa_pool(2)
+    args = init_kv_args(target, mla_pool())
+    assert not args.layout.whole_rows and args.views is None
+
+
+@pytest.mark.parametrize(
     "variable",
-    ["SGLANG_PD_SILENT_SECONDS", "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"],
+    [
+        "SGLANG_PD_SILENT_SECONDS",
+        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT",
+        "SGLANG_PD_PACKED",
+    ],
 )
 def test_wrong_variable_stops_the_server(init_kv_args, variable, monkeypatch):
     """Threads read it later, whose failure would go unnoticed."""

@@ -81,3 +81,25 @@ def heads_to_send(
     ):
         return Heads(sender.start, sender.start, sender.total)
     return sender & receiver
+
+
+def parts_of(receiver: Heads, prefill_tp: int, decode: tuple[int, int]) -> list[tuple[int, Heads]]:
+    """Returns the prefill TP ranks that write into a decode rank, and the heads that each sends.
+
+    The parts do not overlap, and are in the order of heads.
+
+    Args:
+        receiver: Heads that the decode rank holds.
+        prefill_tp: Prefill's attention TP size.
+        decode: The decode rank and its attention TP size.
+
+    Raises:
+        LayoutError: As for `heads_of_rank`.
+    """
+    parts = []
+    for rank in prefill_ranks_of(decode[0], prefill_tp, decode[1]):
+        sender = heads_of_rank(rank, prefill_tp, receiver.total)
+        sent = heads_to_send(sender, receiver, (rank, prefill_tp), decode)
+        if sent.count:
+            parts.append((rank, sent))
+    return parts

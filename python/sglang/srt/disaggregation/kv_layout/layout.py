@@ -83,6 +83,8 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             not use the buffer; empty from a peer that does not report them.
         aux_slots: Rows of each metadata buffer; 0 from a peer that does not report them.
         verifies: Whether this rank compares digests of what arrives (`SGLANG_PD_VERIFY`).
+        whole_rows: Whether this rank sends head slices as whole rows, or interleaves those that
+            arrive (`packed`).
     """
 
     tp_rank: int
@@ -98,6 +100,7 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     aux: tuple[int, ...] = ()
     aux_slots: int = 0
     verifies: bool = False
+    whole_rows: bool = False
 
     @property
     def name(self) -> str:
@@ -112,6 +115,11 @@ OPAQUE = "opaque"
 def is_opaque(layout: RankLayout) -> bool:
     """Whether the contents are unknown; whole pages then go to the buffer of the same index."""
     return any(buffer.component == OPAQUE for buffer in layout.kv)
+
+
+def is_split_by_heads(layout: RankLayout) -> bool:
+    """Whether all of the target's KV is split by heads; False for MLA and for unknown pools."""
+    return all(buffer.heads is not None for buffer in layout.kv if not buffer.draft)
 
 
 def is_recurrent(layout: RankLayout) -> bool:

@@ -8,8 +8,10 @@ from typing import Optional, Union
 
 from .aux_buffers import AuxPlan, make_aux_plan
 from .infer import StockRegistration, infer_layout
-from .layout import Buffer, LayoutError, RankLayout
+from .layout import Buffer, LayoutError, RankLayout, is_split_by_heads
 from .match import incompatibilities, match_buffers, match_layers
+from .packed import make_packed_plan
+from .permutation import unpacked_reason
 from .plan import TransferPlan, make_plan
 
 
@@ -31,12 +33,16 @@ class PeerPlan:
     Attributes:
         layout: The decode rank's, as described or inferred.
         state: None if the transport sends state by other means.
+        needs_interleaving: Whether decode must interleave what the ranks of this prefill server
+            send, and so be notified of the units by each, also by one that only has copies of
+            others' heads.
     """
 
     layout: RankLayout
     kv: TransferPlan
     state: Optional[TransferPlan]
     aux: AuxPlan
+    needs_interleaving: bool = False
 
 
 def plan_for_peer(
@@ -44,12 +50,14 @@ def plan_for_peer(
     own_pointers: Pointers,
     peer: Union[RankLayout, StockRegistration],
     peer_pointers: Pointers,
+    can_pack: bool = False,
 ) -> PeerPlan:
     """Returns the plans from prefill rank `own` to a decode rank.
 
     Args:
         peer: The decode rank's description; a stock rank, which has none, is a
             `StockRegistration`.
+        can_pack: Whether this rank has a packing buffer (`packed`).
 
     Raises:
         LayoutError: The two cannot work together; the text gives every reason.
@@ -62,6 +70,8 @@ def plan_for_peer(
     def plan(ours: tuple[Buffer, ...], src, theirs: tuple[Buffer, ...], dst) -> TransferPlan:
         _check_count(own, ours, src)
         _check_count(layout, theirs, dst)
+        if sends_whole_rows(own, layout, can_pack):
+            return make_packed_plan(own, layout, ours, src, theirs, dst)
         pairs = match_buffers(own, layout, ours, theirs)
         return make_plan(pairs, own.page_size, ours, src, theirs, dst)
 
@@ -69,7 +79,32 @@ def plan_for_peer(
     if own_pointers.state is not None and peer_pointers.state is not None:
         state = plan(own.state, own_pointers.state, layout.state, peer_pointers.state)
     kv = plan(own.kv, own_pointers.kv, layout.kv, peer_pointers.kv)
-    return PeerPlan(layout, kv, state, make_aux_plan(own, layout))
+    # From decode's buffers alone, so that all prefill ranks come to the same answer: also a stage
+    # without sliding windows, if these are all that decode interleaves.
+    needs_interleaving = (
+        own.tp_size > layout.tp_size
+        and sends_whole_rows(own, layout, can_pack)
+        and any(
+            unpacked_reason(buffer, layout, own.tp_size) is None
+            for buffer in (*layout.kv, *layout.state)
+        )
+    )
+    return PeerPlan(layout, kv, state, make_aux_plan(own, layout), needs_interleaving)
+
+
+def sends_whole_rows(own: RankLayout, decode: RankLayout, can_pack: bool) -> bool:
+    """Whether prefill rank `own` sends head slices as whole rows to this decode rank.
+
+    With MLA only one TP rank of a stage sends, so that a draft's heads cannot come from several.
+
+    Args:
+        can_pack: Whether prefill has a packing buffer, which it needs if its TP size is smaller.
+    """
+    if own.tp_size == decode.tp_size or not is_split_by_heads(own):
+        return False
+    if own.tp_size < decode.tp_size:
+        return can_pack
+    return own.whole_rows and decode.whole_rows
 
 
 def pair_layers(

@@ -49,9 +49,9 @@ class CopyGroup:
     src: Ints
     dst: Ints
 
-    def copies(self, src_pages: Ints, dst_pages: Ints) -> _GroupCopies:
+    def copies(self, src_pages: Ints, dst_pages: Ints) -> GroupCopies:
         each = self._runs if self.whole else self._rows
-        return _GroupCopies(self.src, self.dst, *each(src_pages, dst_pages))
+        return GroupCopies(self.src, self.dst, *each(src_pages, dst_pages))
 
     def _runs(self, src: Ints, dst: Ints) -> tuple[Ints, Ints, Ints]:
         starts = np.ones(src.size + 1, dtype=bool)  # the last entry ends the last run
@@ -71,7 +71,7 @@ class CopyGroup:
 
 
 @dataclass(frozen=True)
-class _GroupCopies:
+class GroupCopies:
     """The same copies for some buffer pairs: from `src` + `src_offset` to `dst` + `dst_offset`.
 
     Addresses have the shape `[pairs]`; offsets and lengths, in bytes, `[copies per pair]`.
@@ -92,12 +92,12 @@ class _GroupCopies:
             return [int(self.length[0])] * len(self)
         return self.length.tolist() * self.src.size
 
-    def split(self, at_most: int) -> Iterator[_GroupCopies]:
+    def split(self, at_most: int) -> Iterator[GroupCopies]:
         pairs = max(1, at_most // max(1, self.length.size))
         for src, dst in zip(_slices(self.src, pairs), _slices(self.dst, pairs)):
             columns = (self.src_offset, self.dst_offset, self.length)
             for some in zip(*(_slices(column, at_most) for column in columns)):
-                yield _GroupCopies(src, dst, *some)
+                yield GroupCopies(src, dst, *some)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Copies:
     Every form has the same order: buffer after buffer, pages in the request's order.
     """
 
-    groups: tuple[_GroupCopies, ...]
+    groups: tuple[GroupCopies, ...]
 
     def __len__(self) -> int:
         return sum(map(len, self.groups))

@@ -1,18 +1,23 @@
 """NIXL's notifications: what they contain, and when a room has received all of them.
 
     {room}_kv_{chunk}_{is last: 0|1}_{sender}     {room}_state_{sender}
+    the same and _{first page}-{end}
     {room}_aux_{sender}                           {room}_failed_{sender}_{reason}
     {room}_digests_{sender}_{bytes}
 
-Stock peers write and read the first three (they neither write nor read the sender of aux) and skip
-the others. A sender's number is unique over TP x PP on our prefill, but only the PP rank on a stock
-one, so arrivals are counted by the NIXL agent that sends them, which is unique on both.
+Stock peers write and read `kv` without pages, `state` and `aux` (they neither write nor read the
+sender of aux) and skip the others. A sender's number is unique over TP x PP on our prefill, but
+only the PP rank on a stock one, so arrivals are counted by the NIXL agent that sends them, which is
+unique on both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+
+from .layout import LayoutError
+from .permutation import Unit
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class Notification:
         kind: `kv`, `aux`, `state`, `failed` or `digests`.
         chunk: Number of the KV chunk, from 0.
         digests: Encoded `RoomDigests`.
+        unit: The chunk's pages within the request, `[first, end)`, which decode interleaves; None
+            if it interleaves nothing of the chunk.
     """
 
     room: int
@@ -31,12 +38,15 @@ class Notification:
     is_last: bool = False
     reason: str = ""
     digests: bytes = b""
+    unit: Unit | None = None
 
 
 def format_notification(notification: Notification, sender: int) -> bytes:
     """Encodes a notification; `sender` must be unique over the prefill server's ranks."""
     if notification.kind == "kv":
         tail = f"{notification.chunk}_{int(notification.is_last)}_{sender}"
+        if notification.unit is not None:
+            tail += "_{}-{}".format(*notification.unit)
     elif notification.kind == "failed":
         tail = f"{sender}_{notification.reason}"
     else:
@@ -55,7 +65,10 @@ def parse_notification(message: bytes) -> Notification | None:
         if kind == "digests":
             return Notification(room, kind, digests=message.split(b"_", 3)[3])
         if kind == "kv":
-            return Notification(room, kind, chunk=int(parts[2]), is_last=bool(int(parts[3])))
+            pages = parts[4].partition("_")[2] if len(parts) > 4 else ""
+            first, _, end = pages.partition("-")
+            unit = (int(first), int(end)) if pages else None
+            return Notification(room, kind, int(parts[2]), bool(int(parts[3])), unit=unit)
         if kind == "failed":
             return Notification(room, kind, reason="_".join(parts[3:]))
     except (ValueError, IndexError):
@@ -71,11 +84,13 @@ class _Arrived:
         missing: The kinds of notification besides `kv` that must still arrive.
         chunks: Numbers of the KV chunks that have arrived.
         expected: Number of KV chunks in all; None until the last one has arrived.
+        units: Those of the chunks that decode must interleave, by chunk.
     """
 
     missing: set[str]
     chunks: set[int] = field(default_factory=set)
     expected: int | None = None
+    units: dict[int, Unit] = field(default_factory=dict)
 
 
 @dataclass
@@ -110,6 +125,8 @@ class TransferStatus:
                 self._failed.add(sender)
             case "kv":
                 arrived.chunks.add(notification.chunk)
+                if notification.unit is not None:
+                    arrived.units[notification.chunk] = notification.unit
                 if notification.is_last:
                     arrived.expected = notification.chunk + 1
             case kind:
@@ -119,6 +136,21 @@ class TransferStatus:
             self._complete.add(sender)
         else:
             self._complete.discard(sender)
+
+    @property
+    def units(self) -> list[list[Unit]]:
+        """For each sender, which of the request's pages decode must interleave.
+
+        Raises:
+            LayoutError: A sender names the pages of only a part of its chunks.
+        """
+        for arrived in self._arrived.values():
+            if arrived.units and arrived.units.keys() != arrived.chunks:
+                raise LayoutError(
+                    f"of chunks {sorted(arrived.chunks)} a prefill rank names the pages of only "
+                    f"{sorted(arrived.units)}; send the request again"
+                )
+        return [list(arrived.units.values()) for arrived in self._arrived.values()]
 
     @property
     def is_failing(self) -> bool:

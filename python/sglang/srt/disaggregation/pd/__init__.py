@@ -7,15 +7,20 @@ In both releases, the same in each:
     device_rdma          keeps calls within the queue of MemFabric's device_rdma (Ascend A2)
     early_connections    connects to decode ranks when they register (NIXL)
     environment          reads numbers from environment variables
+    interleaving         interleaves KV heads that decode has received packed
     memory_registration  names buffers, and registers them with a transfer engine
+    packed_mode          reads whether to pack KV heads, and in how much memory
+    packing              packs the KV heads of one decode rank on prefill
     page_digests         computes digests of pages where they lie
     peer_plans           makes the plan for a decode rank that registers
     peer_queue           queues chunks so that a blocked decode server delays no other
     peer_silence         fails requests of decode ranks that do not answer
     peer_sockets         sends messages without waiting, and watches connections
     per_instance         makes a manager's attribute when it is first used
+    pool_views           views buffers as tensors of bytes
     refused_requests     notifies decode of requests that prefill refused
     session_ids          parses session ids of Mooncake and MemFabric
+    side_stream          computes on an accelerator beside the forward passes
     threads              starts threads, or logs that none can start
     verify               compares what decode received with what prefill has
     verify_mode          reads whether to verify
@@ -35,6 +40,7 @@ In 0.5.9 only:
 
     layer_pointers       pairs pointers of the same layers for the engine's own methods
     nixl_transfers       writes, reports failed rooms, and reconnects after a lost connection (NIXL)
+    packed_sends         threads that pack and write chunks (NIXL)
     rank_consensus       makes ranks of one server change a request's state together
     receiver             one request on decode
     sender               one request on prefill
@@ -44,6 +50,7 @@ In 0.5.23 only:
     compatibility        checks sizes of prefill servers, and aborts on them what decode refuses
     host_memory          names the memory kind of pools on the host (NIXL)
     prefill_manager      overrides of the engine's managers on prefill, the same for all backends
+    unit_exchange        tells decode which chunks to interleave, before their request succeeds
 
 No module imports a backend. Classes are bases that the patched modules put before the engine's own;
 their docstrings name what they need from a backend.

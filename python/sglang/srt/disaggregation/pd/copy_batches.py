@@ -27,7 +27,8 @@ def write_copies(
     or `in_threads`.
 
     Args:
-        is_sliced: Whether the copies are of single tokens.
+        is_sliced: Whether the copies may be of single tokens, as those of packed rows are between
+            scattered pages of one token.
         in_threads: Whether the transport gains from concurrent calls, as NVLink does.
     """
     at_most = SLICE_BATCH if is_sliced else sys.maxsize

@@ -4,17 +4,22 @@ import math
 import os
 
 
-def seconds_of(name: str, default: float, least: float) -> float:
-    """Returns an environment variable's seconds, or `default` if it is unset or empty.
+def number_of(name: str, default: float, least: float, unit: str) -> float:
+    """Returns an environment variable's number, or `default` if it is unset or empty.
 
     Raises:
         ValueError: The value is not a finite number of at least `least`; the server must not start.
     """
     value = os.environ.get(name) or str(default)
     try:
-        seconds = float(value)
+        number = float(value)
     except ValueError:
-        seconds = math.nan
-    if not least <= seconds < math.inf:
-        raise ValueError(f"{name} is {value!r}; expected {least:g} seconds or more")
-    return seconds
+        number = math.nan
+    if not least <= number < math.inf:
+        raise ValueError(f"{name} is {value!r}; expected {least:g} {unit} or more")
+    return number
+
+
+def seconds_of(name: str, default: float, least: float) -> float:
+    """Returns an environment variable's seconds; see `number_of`."""
+    return number_of(name, default, least, "seconds")

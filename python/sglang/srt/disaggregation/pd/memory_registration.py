@@ -9,6 +9,7 @@ from typing import Any, List, Tuple
 
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.kv_layout import Buffer
+from sglang.srt.disaggregation.pd.packed_mode import MEMORY_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,23 @@ def memory_regions(args: KVArgs) -> Tuple[List[Region], List[Region]]:
     once = {region[1:]: region for region in reversed(held)}
     return list(reversed(once.values())), _name_regions(
         "aux", (), args.aux_data_ptrs, args.aux_data_lens
+    )
+
+
+def packing_regions(args: KVArgs) -> List[Region]:
+    """Returns the region of the packing buffer, if this rank has one."""
+    packing = getattr(args, "packing", None)
+    return [] if packing is None else [packing.region]
+
+
+def send_slices_instead(args: KVArgs, why: str) -> None:
+    """Gives up the packing buffer, which the transfer engine did not register."""
+    ((_, _, nbytes),) = packing_regions(args)
+    args.packing = None
+    logger.warning(
+        f"The transfer engine did not register the {nbytes:,} bytes in which KV heads are packed "
+        f"({why}); they are sent token by token to decode servers of a larger TP size. Raise the "
+        f"limits of locked memory and of memory regions, or lower {MEMORY_VARIABLE}"
     )
 
 
@@ -99,7 +117,9 @@ def raise_only_at_startup(manager: Any) -> Iterator[None]:
 
 
 def register_ranges(args: KVArgs, register: RegisterBatch, aux_is_optional: bool) -> None:
-    """Registers KV, state and aux with MemFabric in one batch or, if that fails, range by range.
+    """Registers all buffers with MemFabric in one batch or, if that fails, range by range.
+
+    Without the packing buffer, this rank sends slices.
 
     On prefill, MemFabric 1.1.3 and later register at the first write to a decode rank: memory that
     they cannot register fails that write, not the start.
@@ -111,11 +131,15 @@ def register_ranges(args: KVArgs, register: RegisterBatch, aux_is_optional: bool
         RuntimeError: A range that is needed cannot be registered; the text names its buffers.
     """
     kv, aux = memory_regions(args)
-    held = [region for region in (*kv, *aux) if region[2]]
+    packing = packing_regions(args)
+    held = [region for region in (*kv, *packing, *aux) if region[2]]
     if try_register(register, held):
         return
     ranges = group_by_page(held)
     refused = [some for some in ranges if not try_register(register, some)]
+    if packing and packing in refused:
+        refused.remove(packing)
+        send_slices_instead(args, "neither in one batch with the others nor alone")
     optional = aux if aux_is_optional else []
     buffers = [region for some in refused for region in some if region not in optional]
     said = f"MemFabric did not register this rank's {len(held)} buffers in one batch"
@@ -167,7 +191,7 @@ def register_after_pause(args: KVArgs, register: RegisterBatch) -> None:
     registered unchanged; these releases reject it the second time, or do nothing (1.3.0).
     """
     kv, aux = memory_regions(args)
-    if not try_register(register, [*kv, *aux]):
+    if not try_register(register, [*kv, *packing_regions(args), *aux]):
         logger.warning(
             "MemFabric did not register this rank's buffers again; those registered at the start "
             "stay registered, because no release of MemFabric can unregister"
@@ -175,7 +199,9 @@ def register_after_pause(args: KVArgs, register: RegisterBatch) -> None:
 
 
 def register_kv_then_aux(args: KVArgs, register: RegisterBatch, aux_is_optional: bool) -> None:
-    """Registers KV and state in one batch and then aux, which some transports reject.
+    """Registers KV and state in one batch, then aux, which some transports reject, then packing.
+
+    Without the packing buffer, this rank sends slices.
 
     Raises:
         RuntimeError: A buffer that is needed cannot be registered; the text names it.
@@ -192,3 +218,5 @@ def register_kv_then_aux(args: KVArgs, register: RegisterBatch, aux_is_optional:
             f"{'. '.join(filter(None, refused))}. Without them no KV can be transferred; "
             "raise the limits of locked memory and of memory regions, or use a smaller KV pool"
         )
+    if not try_register(register, packing_regions(args)):
+        send_slices_instead(args, "it registered the others")

@@ -7,8 +7,7 @@ single word that differs is always detected, even if only its sign differs.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Dict, List, Tuple
 
 import numpy as np
@@ -25,10 +24,10 @@ from sglang.srt.disaggregation.kv_layout import (
     position_weights,
     summarize,
 )
+from sglang.srt.disaggregation.pd.pool_views import buffer_views
 
 # Bytes that are gathered at a time; their products need twice as much in addition.
 CHUNK_BYTES = 4 << 20
-MAX_ATTRIBUTE_DEPTH = 4
 WORD_DTYPES = (torch.int32, torch.int16, torch.uint8)
 
 
@@ -54,11 +53,7 @@ class PageViews:
         lens: Sequence[int],
     ):
         self.layout, self.buffers = layout, buffers
-        storages = [storage for owner in owners for storage in _storages(owner)]
-        self.pages = [
-            _bytes_at(storages, buffer, ptr, length)
-            for buffer, ptr, length in zip(buffers, ptrs, lens)
-        ]
+        self.pages = buffer_views(buffers, owners, ptrs, lens)
         self.weights: Dict[Tuple[int, torch.device], torch.Tensor] = {}
 
     def digests(self, parts: Sequence[Part], pages: npt.ArrayLike) -> Digests:
@@ -111,37 +106,3 @@ class PageViews:
         if key not in self.weights:
             self.weights[key] = torch.from_numpy(position_weights(count).view(np.int64)).to(device)
         return self.weights[key]
-
-
-def _storages(owner: Any) -> Iterator[torch.Tensor]:
-    """Yields the memory of each tensor that an object has, as bytes."""
-    seen, level = set(), [owner]
-    for _ in range(MAX_ATTRIBUTE_DEPTH):
-        level = list(itertools.chain.from_iterable(map(_within, level)))
-        for one in level:
-            if isinstance(one, torch.Tensor) and id(one) not in seen:
-                seen.add(id(one))
-                storage = one.untyped_storage()
-                yield torch.empty(0, dtype=torch.uint8, device=one.device).set_(storage)
-
-
-def _within(one: Any) -> Iterator[Any]:
-    if isinstance(one, (list, tuple)):
-        yield from one
-    elif isinstance(one, dict):
-        yield from one.values()
-    elif type(one).__module__.startswith("sglang.") and hasattr(one, "__dict__"):
-        yield from vars(one).values()
-
-
-def _bytes_at(
-    storages: Sequence[torch.Tensor], buffer: Buffer, ptr: int, length: int
-) -> torch.Tensor:
-    """Returns a view of the buffer, uint8, `[pages, bytes per page]`."""
-    for storage in storages:
-        start = ptr - storage.data_ptr()
-        if start >= 0 and start + length <= storage.numel():
-            count = length // buffer.page_bytes if buffer.page_bytes else 0
-            end = start + count * buffer.page_bytes
-            return storage[start:end].view(count, buffer.page_bytes)
-    raise LayoutError(f"{buffer.name}: no tensor of the pools contains its {length} bytes")

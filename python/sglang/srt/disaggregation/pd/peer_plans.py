@@ -25,6 +25,7 @@ def plan_registered(
     layout: Optional[RankLayout],
     facts: StockRegistration,
     pointers: Pointers,
+    can_pack: bool = False,
 ) -> PeerPlan:
     """Returns the plan for the decode rank `name`.
 
@@ -32,6 +33,7 @@ def plan_registered(
         own, own_pointers: This prefill rank's description and pointers.
         layout: The decode rank's description; None if it sends none.
         facts, pointers: What every decode rank registers.
+        can_pack: Whether this prefill rank has a packing buffer.
 
     Raises:
         LayoutError: The two ranks cannot work together.
@@ -41,7 +43,7 @@ def plan_registered(
             f"Decode {name} does not describe its KV buffers; they are inferred from the model of "
             "this server."
         )
-    plan = plan_for_peer(own, own_pointers, layout or facts, pointers)
+    plan = plan_for_peer(own, own_pointers, layout or facts, pointers, can_pack)
     for unsent in (draft_mismatch, unsent_rows_message):
         said = unsent(own, plan.layout)
         if said:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any, Deque, Dict, FrozenSet, List, Optional, Set
+from typing import Any, Deque, Dict, FrozenSet, List, Optional, Set, Tuple
 
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 
@@ -26,19 +26,33 @@ class PeerQueue:
     """One queue for all workers. Chunks for one group of ranks are sent in order, one at a time.
 
     A worker has finished its chunk when it gets the next one. Lanes take turns.
+
+    If the ranks of one server have lanes of their own, `server_of` and `workers` keep a server that
+    accepts nothing from holding all workers: the last one that is free sends only to a server to
+    which no other is sending.
     """
 
-    def __init__(self, note_queued: Callable[[Any], Peers], note_taken: Callable[[Any], None]):
+    def __init__(
+        self,
+        note_queued: Callable[[Any], Peers],
+        note_taken: Callable[[Any], None],
+        server_of: Callable[[Any], Peers] = lambda chunk: frozenset(),
+        workers: int = 0,
+    ):
         """Creates an empty queue.
 
         Args:
             note_queued: Called with each chunk that is put; returns the decode ranks it goes to.
             note_taken: Called by a worker with each chunk before `get` returns it; may wait.
+            server_of: Returns the decode ranks of the server that a chunk goes to.
+            workers: How many threads will call `get`; 0 if a server may hold all of them.
         """
         self._note_queued, self._note_taken = note_queued, note_taken
+        self._server_of, self._workers = server_of, workers
         self._changed = threading.Condition()
         self._lanes: OrderedDict[Peers, Deque[Any]] = OrderedDict()
-        self._busy: Dict[int, Peers] = {}
+        # By worker: the ranks to which it is sending, and all ranks of their server.
+        self._busy: Dict[int, Tuple[Peers, Peers]] = {}
         self._ends = 0
 
     def __len__(self) -> int:
@@ -49,7 +63,7 @@ class PeerQueue:
     def busy_peers(self) -> Set[str]:
         """Returns the decode ranks to which workers are sending."""
         with self._changed:
-            return set().union(*self._busy.values())
+            return set().union(*(peers for peers, _ in self._busy.values()))
 
     def put(self, chunk: Any) -> None:
         """Queues a chunk; None stops one worker that has nothing else to do."""
@@ -77,7 +91,7 @@ class PeerQueue:
                 self._lanes.move_to_end(lane)
             else:
                 del self._lanes[lane]
-            self._busy[worker] = lane
+            self._busy[worker] = lane, self._server_of(chunk)
         try:
             self._note_taken(chunk)
         except Exception:  # the worker handles the room as it finds it
@@ -85,8 +99,13 @@ class PeerQueue:
         return chunk
 
     def _free_lane(self) -> Optional[Peers]:
-        for peers in self._lanes:
-            if all(map(peers.isdisjoint, self._busy.values())):
+        is_last_worker = len(self._busy) + 1 == self._workers
+        for peers, chunks in self._lanes.items():
+            server = self._server_of(chunks[0]) if is_last_worker else frozenset()
+            if all(
+                peers.isdisjoint(sending) and server.isdisjoint(others)
+                for sending, others in self._busy.values()
+            ):
                 return peers
         return None
 

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.kv_layout import (
     max_slots,
     slot_error,
 )
-from sglang.srt.disaggregation.pd.memory_registration import memory_regions
+from sglang.srt.disaggregation.pd.memory_registration import memory_regions, packing_regions
 
 # Source address, destination address, bytes.
 Block = Tuple[int, int, int]
@@ -127,7 +127,7 @@ class BoundedWrites:
         count, bounds = self._own_bounds
         if count != len(more):
             kv, aux = memory_regions(self.kv_args)
-            held = [region[1:] for region in (*kv, *aux)]
+            held = [region[1:] for region in (*kv, *packing_regions(self.kv_args), *aux)]
             bounds = Bounds("this prefill rank", [*held, *more])
             self._own_bounds = (len(more), bounds)
         return bounds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import threading
@@ -12,10 +13,14 @@ import zmq
 from aiohttp import web
 from sglang.srt.disaggregation.kv_layout import RankLayout, encode_layout, is_extension_frame
 from sglang.srt.disaggregation.pd.compatibility import AbortNotifier
+from sglang.srt.disaggregation.pd.interleaving import Interleaver
+from sglang.srt.disaggregation.pd.packed_mode import is_packed_mode
+from sglang.srt.disaggregation.pd.packing import PackingBuffers
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.pd.room_failures import NotifyingSender
+from sglang.srt.disaggregation.pd.unit_exchange import InterleavingReceiver, UnitInbox
 from sglang.srt.disaggregation.pd.verify import Verifier
 from sglang.srt.disaggregation.pd.verify_exchange import DigestInbox, SentPages, VerifyingReceiver
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
@@ -60,6 +65,8 @@ class CommonKVManager(PrefillServers, EngineAttributes, EngineCommonKVManager):
     # By room, see `pd.verify_exchange`.
     sent_pages: dict[int, SentPages] = PerInstance(dict)
     arrived_digests: DigestInbox = PerInstance(DigestInbox)
+    # By room, see `pd.unit_exchange`.
+    arrived_units: UnitInbox = PerInstance(UnitInbox)
 
     @property
     def layout(self) -> RankLayout | None:
@@ -70,6 +77,16 @@ class CommonKVManager(PrefillServers, EngineAttributes, EngineCommonKVManager):
     def memory(self) -> str:
         """Where this rank's KV is: `DRAM` or `VRAM`."""
         return getattr(getattr(self, "kv_args", None), "memory", "VRAM")
+
+    @property
+    def packing(self) -> PackingBuffers | None:
+        """This prefill rank's memory for packed rows; None if it sends slices."""
+        return getattr(getattr(self, "kv_args", None), "packing", None)
+
+    @functools.cached_property
+    def interleaver(self) -> Interleaver:
+        """Interleaves what this decode rank receives."""
+        return Interleaver(self.kv_args)
 
     @property
     def verifier(self) -> Verifier | None:
@@ -108,11 +125,6 @@ class CommonKVManager(PrefillServers, EngineAttributes, EngineCommonKVManager):
         with self.failure_lock:
             self.failure_records.pop(room, None)
 
-    def store_digests(self, frames: list[bytes]) -> bool:
-        """Stores the digests in a message of an open room; returns whether it has any."""
-        with self.status_lock:  # the scheduler may just be closing the room
-            return self.arrived_digests.store(frames, self.request_status)
-
     def check_status(self, bootstrap_room: int) -> KVPoll:
         """Returns a room's status; `Failed` for a room that another thread has just dropped.
 
@@ -139,6 +151,12 @@ class CommonKVManager(PrefillServers, EngineAttributes, EngineCommonKVManager):
         sizes = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1}
         unknown = {"page_size": None, "kv_cache_dtype": None, "follow_bootstrap_room": True}
         return PrefillServerInfo(**sizes, **unknown)
+
+    def store_frames(self, frames: list[bytes]) -> bool:
+        """Stores what prefill sends beside the engine's messages; returns whether that was it."""
+        inboxes = (self.arrived_digests, self.arrived_units)
+        with self.status_lock:  # a room that is cleared meanwhile would leave its entry
+            return any(inbox.store(frames, self.request_status) for inbox in inboxes)
 
     def append_layout(self, message: list[bytes]) -> list[bytes]:
         """Returns a registration's frames with this rank's layout appended, if it is known."""
@@ -185,7 +203,7 @@ class CommonKVSender(NotifyingSender, EngineCommonKVSender):
         return status
 
 
-class CommonKVReceiver(VerifyingReceiver, EngineCommonKVReceiver):
+class CommonKVReceiver(VerifyingReceiver, InterleavingReceiver, EngineCommonKVReceiver):
     is_cleared = takes_reason = False
 
     @classmethod
@@ -233,9 +251,12 @@ class CommonKVReceiver(VerifyingReceiver, EngineCommonKVReceiver):
         if self.is_cleared:
             return
         self.is_cleared = True
+        self.stop_interleaving()
         self.kv_mgr.requested_ranks.pop(self.bootstrap_room, None)
         with self.kv_mgr.status_lock:
             super()._clear()
+        if self.bootstrap_room not in self.kv_mgr.request_status:  # else another request has it
+            self.kv_mgr.arrived_units.pop(self.bootstrap_room, None)
         if not self.takes_reason:
             self.kv_mgr.drop_reason(self.bootstrap_room)
 
@@ -303,5 +324,7 @@ class CommonKVBootstrapServer(VerifyRoutes, EngineCommonKVBootstrapServer):
         known = json.loads(response.text)
         # Not for the whole server: stock decode servers reject new fields in that answer.
         if "rank_port" in known:
-            known.update(reads_layouts=True, verifies=bool(verify_mode()))
+            known.update(
+                reads_layouts=True, verifies=bool(verify_mode()), names_units=is_packed_mode()
+            )
         return web.json_response(known)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from sglang.srt.disaggregation.kv_layout import (
     Bounds,
+    Copies,
     LayoutError,
+    PackedPlan,
     Sizes,
     TransferPlan,
     decode_layout,
@@ -38,8 +41,10 @@ from sglang.srt.disaggregation.pd.message_checks import (
     check_staging_message,
     drop_invalid,
 )
+from sglang.srt.disaggregation.pd.packing import copies_of_unit
 from sglang.srt.disaggregation.pd.peers import (
     PeerRegistration,
+    awaits_units,
     check_state_pages,
     pair_state_pages,
     plan_or_refusal,
@@ -95,7 +100,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
     has_registered = False
 
     def register_buffer_to_engine(self) -> None:
-        """Registers KV, state and aux buffers with `register_memory`.
+        """Registers KV, state, packing and aux buffers with `register_memory`.
 
         Raises:
             RuntimeError: At startup, a buffer that the transfer engine sends cannot be registered;
@@ -103,8 +108,14 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         """
         has_pool, pool = check_mooncake_custom_mem_pool_enabled()
         aux_over_tcp = envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get() or (has_pool and pool == "NVLINK")
+        self.make_packing()
         with raise_only_at_startup(self):
             self.register_memory(self.kv_args, self.engine.batch_register, aux_over_tcp)
+
+    def _registerable_regions(self) -> list[tuple[int, int]]:
+        """Returns what a pause deregisters. Extends the engine's: also memory to pack in."""
+        regions = super()._registerable_regions()
+        return regions if self.packing is None else [*regions, self.packing.region[1:]]
 
     def start_prefill_thread(self):
         """Starts prefill's threads. Extends the engine's: soon retries a session that failed."""
@@ -166,7 +177,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
             self._check_aux_data(frames)
         elif frames[0] in STAGING:
             check_staging_message(frames, self._staging_handler)
-        return self.store_digests(frames)
+        return self.store_frames(frames)
 
     def _check_aux_data(self, frames: list[bytes]) -> None:
         """Raises ValueError for a metadata row that fits no open room or no buffer."""
@@ -198,6 +209,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         """
         info, tp = decode_kv_args, (decode_kv_args.dst_tp_rank, decode_kv_args.dst_attn_tp_size)
         try:
+            info.awaits_units = awaits_units(info.layout_frame, self.attn_tp_size)
             own = (self.kv_args, self.layout)
             info.plan, info.refusal = plan_or_refusal(mooncake_session_id, *own, info, tp)
             info.refusal = unreachable_reason(mooncake_session_id) or info.refusal
@@ -269,7 +281,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         session, plan = mooncake_session_id, self.plan_for(mooncake_session_id)
         if plan is not None and dst_device_kv_indices is None:
             pages = (prefill_kv_indices, dst_kv_indices)
-            return self.transfer_by_plan(session, plan.kv, *pages, executor)
+            return self.transfer_by_plan(session, "kv", plan.kv, *pages, executor)
         sent = (session, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, executor)
         more = (dst_layer_ids, dst_device_kv_indices, *more)
         return super().send_kvcache(*sent, *more, **options)
@@ -291,7 +303,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
         session, plan = mooncake_session_id, self.plan_for(mooncake_session_id)
         if plan is not None:
             pages = (prefill_kv_indices, dst_kv_indices)
-            return self.transfer_by_plan(session, plan.kv, *pages, executor)
+            return self.transfer_by_plan(session, "kv", plan.kv, *pages, executor)
         pages = (prefill_kv_indices, dst_kv_ptrs, dst_kv_indices)
         peer = (dst_tp_rank, dst_attn_tp_size, dst_kv_item_len)
         self._check_pages(session, *pages, dst_kv_item_len)
@@ -316,6 +328,7 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
     def transfer_by_plan(
         self,
         session: str,
+        what: Literal["kv", "state"],
         plan: TransferPlan,
         src_pages: npt.NDArray[np.int32],
         dst_pages: npt.NDArray[np.int32],
@@ -327,20 +340,35 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
             LayoutError: A side lacks one of these pages, or the lists differ in length; nothing is
                 written.
         """
-        at_once = self.max_transfer_batch_indices
-        at_once = at_once if at_once > 0 else max(1, len(src_pages))
         in_threads = self.enable_custom_mem_pool and (
             self.custom_mem_pool_type != "INTRA_NODE_NVLINK"
         )
+        is_sliced = plan.is_sliced or isinstance(plan, PackedPlan)
+        with contextlib.closing(self._batches(what, plan, src_pages, dst_pages)) as batches:
+            for copies in batches:
+                status = write_copies(self.engine, session, copies, executor, is_sliced, in_threads)
+                if status != 0:
+                    return status
+        return 0
+
+    def _batches(
+        self,
+        what: Literal["kv", "state"],
+        plan: TransferPlan,
+        src_pages: npt.NDArray[np.int32],
+        dst_pages: npt.NDArray[np.int32],
+    ) -> Iterator[Copies]:
+        """Yields the copies of a chunk, as many as one call writes."""
+        if isinstance(plan, PackedPlan):
+            for copies, _ in copies_of_unit(self.packing, what, plan, src_pages, dst_pages):
+                yield copies
+            return
         plan.validate_pages(src_pages, dst_pages)
+        at_once = self.max_transfer_batch_indices
+        at_once = at_once if at_once > 0 else max(1, len(src_pages))
         for start in range(0, len(src_pages), at_once):
             some = slice(start, start + at_once)
-            copies = plan.copies(src_pages[some], dst_pages[some])
-            sliced = plan.is_sliced
-            status = write_copies(self.engine, session, copies, executor, sliced, in_threads)
-            if status != 0:
-                return status
-        return 0
+            yield plan.copies(src_pages[some], dst_pages[some])
 
     def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: list[int]):
         """Writes the request's metadata to the peer. Returns the transfer engine's status."""
@@ -382,7 +410,8 @@ class MooncakeKVManager(BoundedWrites, PrefillManager, EngineMooncakeKVManager):
             )
         kind = self.kv_args.state_types[0]
         pages = pair_state_pages(kind, prefill_state_indices, req.dst_state_indices)
-        return self.transfer_by_plan(req.mooncake_session_id, plan.state, *pages, executor)
+        session = req.mooncake_session_id
+        return self.transfer_by_plan(session, "state", plan.state, *pages, executor)
 
     def _check_state_lists(self, req: TransferInfo, own: list) -> None:
         """Raises LayoutError for page lists of different lengths; the engine would cut one.

@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import (
     Copies,
     LayoutError,
+    PackedPlan,
     PeerPlan,
     PreparedPlan,
     TransferPlan,
@@ -24,6 +25,10 @@ from sglang.srt.disaggregation.kv_layout import (
 )
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
 from sglang.srt.disaggregation.pd.host_memory import peer_memory_kind, register_vram_as_dram
+from sglang.srt.disaggregation.pd.memory_registration import (
+    packing_regions,
+    send_slices_instead,
+)
 from sglang.srt.disaggregation.pd.message_checks import (
     STAGING,
     ValidatingSocket,
@@ -33,8 +38,14 @@ from sglang.srt.disaggregation.pd.message_checks import (
     check_rank_name,
     check_staging_message,
 )
+from sglang.srt.disaggregation.pd.packing import copies_of_unit
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
-from sglang.srt.disaggregation.pd.peers import PeerRegistration, pair_state_pages, plan_or_refusal
+from sglang.srt.disaggregation.pd.peers import (
+    PeerRegistration,
+    awaits_units,
+    pair_state_pages,
+    plan_or_refusal,
+)
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
 
@@ -78,12 +89,17 @@ class KVArgsRegisterInfo(PeerRegistration, EngineKVArgsRegisterInfo):
 
 
 class ConnectionState(threading.local):
-    """The decode rank that a worker is sending to, and those whose connection it found lost."""
+    """The decode rank that a worker is sending to, and those whose connection it found lost.
+
+    Attributes:
+        unsettled: Transfers of its chunk that may still write, and of which the engine has no list.
+    """
 
     peer = ""
 
     def __init__(self):
         self.lost: set[str] = set()
+        self.unsettled: list[Any] = []
 
 
 class QueueingState(threading.local):
@@ -102,10 +118,23 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
     own_dlists: dict[tuple, Any] = PerInstance(dict)
 
     def register_buffer_to_engine(self):
-        """Registers the buffers. Extends the engine's: they may be in host memory."""
+        """Registers the buffers. Extends the engine's: also memory to pack in, and host memory.
+
+        Without memory to pack in, this rank sends slices.
+        """
         if self.memory == "DRAM":
             register_vram_as_dram(self.agent)
         super().register_buffer_to_engine()
+        self.make_packing()
+        for _, address, size in packing_regions(self.kv_args):
+            why = "it returned no descriptors"
+            try:
+                memory = [(address, size, self.kv_args.gpu_id, "")]
+                descs = self.agent.register_memory(memory, "VRAM")
+            except Exception as error:
+                descs, why = None, repr(error)
+            if not descs:
+                send_slices_instead(self.kv_args, f"NIXL: {why}")
 
     # Messages from peers
 
@@ -176,7 +205,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
     def _check_decode_message(self, frames: list[bytes]) -> bool:
         if frames[0] in STAGING and self.enable_staging:
             check_staging_message(frames, self._staging_handler)
-        return self.store_digests(frames)
+        return self.store_frames(frames)
 
     def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo):
         """Adds a decode rank, even one that is refused. Extends the engine's: makes a plan."""
@@ -190,6 +219,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         try:
             dcp = (info.dst_dcp_size, info.dst_dcp_rank)
             info.requires_dcp_relayout = self.requires_dcp_relayout(*dcp)
+            info.awaits_units = awaits_units(info.layout_frame, self.attn_tp_size)
             own, is_on_device = (self.kv_args, self.layout), set(info.dst_kv_mem_kinds) == {"VRAM"}
             info.plan, info.refusal = plan_or_refusal(name, *own, info, tp, is_on_device)
             if info.plan is not None:
@@ -260,6 +290,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         return super()._note_queued(chunk)
 
     def _note_taken(self, chunk: Any) -> None:
+        self.connection.unsettled.clear()  # NIXL cancels them
         super()._note_taken(chunk)
         event, chunk.wait_event = chunk.wait_event, None
         if event is None or self.request_status.get(chunk.room, KVPoll.Failed) == KVPoll.Failed:
@@ -298,6 +329,8 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
         if not (plan.src_pages or src_pages) or not (plan.dst_pages or dst_pages):
             return None
         try:
+            if isinstance(plan, PackedPlan):
+                return None  # it has few copies
             prepared = prepare(plan, src_pages, dst_pages)
         except LayoutError as error:
             logger.info(f"Decode {info.agent_name}: {error}; not using prepared descriptors")
@@ -373,6 +406,8 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
                 f"connection to decode {peer} was lost; NIXL has no descriptors of its blocks"
             )
         known = self.prepared[peer, what]
+        if isinstance(getattr(plan, what), PackedPlan):
+            return self._post_unit(peer, plan, what, src_pages, dst_pages)
         if known is None:
             copies = getattr(plan, what).copies(src_pages, dst_pages)
             return self._post_copies(peer, plan, copies)
@@ -387,6 +422,39 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
             )
         self._post_xfer(handle, f"NIXL did not start a transfer to decode {peer}")
         return handle
+
+    def _post_unit(
+        self,
+        peer: str,
+        plan: PeerPlan,
+        what: Literal["kv", "state"],
+        src_pages: npt.ArrayLike,
+        dst_pages: npt.ArrayLike,
+    ) -> Any | None:
+        """Writes a chunk as whole rows. Returns NIXL's handle of the last transfer, None for none.
+
+        All but that of a chunk that needs no packing are complete.
+        """
+        packed: PackedPlan = getattr(plan, what)
+        last = None
+        unit = copies_of_unit(self.packing, what, packed, src_pages, dst_pages)
+        with contextlib.closing(unit):
+            for copies, _ in unit:
+                handle = self._post_copies(peer, plan, copies)
+                if handle is None:
+                    continue
+                last = handle
+                if packed.packs:  # its memory is packed again
+                    self._await_round(peer, handle)
+        return last
+
+    def _await_round(self, peer: str, handle: Any) -> None:
+        settled, failed = self._await_handles([handle], failure_seen=False)
+        if not settled:
+            self.connection.unsettled.append(handle)
+            raise RuntimeError(f"a transfer to decode {peer} does not end")
+        if failed:
+            raise RuntimeError(f"NIXL reported an error of a transfer to decode {peer}")
 
     def send_aux(
         self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: list[int], dst_aux_index: int
@@ -449,7 +517,7 @@ class NixlKVManager(EarlyConnections, PrefillManager, EngineNixlKVManager):
 
         Extends the engine's, which waits without limit: treats a silent decode rank as a failure.
         """
-        has_failed = False
+        handles, has_failed = [*handles, *self.connection.unsettled], False
         while handles and not (failure_seen or has_failed):
             handles, has_failed = self._running(handles)
             failure_seen = not self.worker_state.peers.isdisjoint(self.silent_peers)

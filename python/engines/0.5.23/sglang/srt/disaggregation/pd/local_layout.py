@@ -17,11 +17,14 @@ from sglang.srt.disaggregation.kv_layout import (
     memory_kind,
     total_heads,
 )
+from sglang.srt.disaggregation.pd.packed_mode import is_packed_mode, read_packing_bytes
 from sglang.srt.disaggregation.pd.peer_silence import read_silent_seconds
+from sglang.srt.disaggregation.pd.pool_views import set_views
 from sglang.srt.disaggregation.pd.verify import make_verifier
-from sglang.srt.disaggregation.pd.verify_exchange import require_verifiable
+from sglang.srt.disaggregation.pd.verify_exchange import BACKENDS, require_verifiable
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
-from sglang.srt.runtime_context import get_memory, get_parallel
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
@@ -65,19 +68,24 @@ def set_local_layout(
         ValueError: KV is to be compared, but cannot be; or a variable of the patch set is wrong.
     """
     read_silent_seconds()
-    kv_args.layout, kv_args.memory = None, "VRAM"
+    is_packed_mode()
+    read_packing_bytes()
+    kv_args.layout = kv_args.views = None
+    kv_args.memory = "VRAM"
     pools = (token_to_kv_pool, draft_token_to_kv_pool)
     try:
         kv_args.memory = memory_kind(token_to_kv_pool)
         why = _unsupported_features(kv_args)
         if not why:
             kv_args.layout = _layout(kv_args, *pools, total_layers)
+            set_views(kv_args, pools, _sends_whole_rows())
     except (AttributeError, LayoutError) as error:
         why = str(error)
     except Exception:  # for future pools, which the engine will support
         why = "its buffers cannot be described"
         logger.warning(f"{type(token_to_kv_pool).__name__}: {why}", exc_info=True)
     if why:
+        kv_args.layout = kv_args.views = None
         logger.info(
             f"Unsupported KV layout of {type(token_to_kv_pool).__name__}: {why}. "
             "Transfers use the engine's own code."
@@ -85,6 +93,12 @@ def set_local_layout(
     if verify_mode():
         require_verifiable(kv_args.layout, why)
         kv_args.verifier = make_verifier(kv_args, pools)
+
+
+def _sends_whole_rows() -> bool:
+    """Whether the backend can name chunks to interleave, and the engine uses no staging buffers."""
+    backend = get_disagg().disaggregation_transfer_backend
+    return backend in BACKENDS and not envs.SGLANG_DISAGG_STAGING_BUFFER.get()
 
 
 def _unsupported_features(kv_args: KVArgs) -> str:
@@ -158,8 +172,6 @@ def _aux_widths(args: KVArgs) -> Tuple[int, ...]:
 
     In that case, the rows of a stock rank, which does not send its widths, could not be inferred.
     """
-    from sglang.srt.environ import envs
-
     moved = envs.SGLANG_ENABLE_DISAGG_SAMPLING_MASK.get()
     widths: List[int] = args.aux_item_lens
     return () if moved or len(widths) <= HIDDEN_STATES else tuple(widths)

@@ -33,6 +33,22 @@ class PeerRegistration:
     # How it is served: by this plan, or not at all, for this reason; else by the engine's own code.
     plan: PeerPlan | None = None
     refusal: str = ""
+    # Whether it waits to be told which chunks it must interleave, if any.
+    awaits_units: bool = False
+
+
+def awaits_units(layout_frame: bytes, prefill_tp: int) -> bool:
+    """Whether a decode rank waits to be told which chunks it must interleave, if any.
+
+    Args:
+        layout_frame: The description of its buffers; empty if it sends none.
+        prefill_tp: Prefill's attention TP size.
+    """
+    try:
+        layout = decode_layout(layout_frame)
+    except LayoutError:  # its refusal says why
+        return False
+    return layout is not None and layout.whole_rows and layout.tp_size < prefill_tp
 
 
 def plan_or_refusal(
@@ -99,7 +115,9 @@ def _make_plan(
         page_bytes=info.dst_kv_item_len,
     )
     pointers = Pointers(args.kv_data_ptrs, args.state_data_ptrs[0] if own.state else None)
-    return plan_registered(name, own, pointers, layout, facts, Pointers(info.dst_kv_ptrs, state))
+    theirs = Pointers(info.dst_kv_ptrs, state)
+    can_pack = args.packing is not None
+    return plan_registered(name, own, pointers, layout, facts, theirs, can_pack)
 
 
 def _has_page_sizes_of(layout: RankLayout, info: PeerRegistration) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import AuxPlan, PeerPlan
+from sglang.srt.disaggregation.kv_layout import AuxPlan, LayoutError, PeerPlan
+from sglang.srt.disaggregation.pd.packing import make_packing_buffers
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueues
 from sglang.srt.disaggregation.pd.peer_silence import SilenceWatch
 from sglang.srt.disaggregation.pd.peers import chunk_refusal
@@ -20,7 +22,10 @@ from sglang.srt.disaggregation.pd.room_failures import (
     RoomFailures,
     parse_abort,
 )
+from sglang.srt.disaggregation.pd.unit_exchange import units_message
 from sglang.srt.disaggregation.pd.verify_exchange import SentPages
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
@@ -36,6 +41,12 @@ class PrefillManager(SilenceWatch, PeerQueues):
     """
 
     failures: RoomFailures = PerInstance(RoomFailures)
+
+    def make_packing(self) -> None:
+        """Sets aside memory to pack rows in, once; the transfer engine must register it."""
+        if self.disaggregation_mode == DisaggregationMode.PREFILL and self.packing is None:
+            workers = envs.SGLANG_DISAGGREGATION_QUEUE_SIZE.get()
+            self.kv_args.packing = make_packing_buffers(self.kv_args, workers)
 
     def plan_for(self, peer: str) -> PeerPlan | None:
         """Returns the plan for a decode rank; None if the engine sends its own way."""
@@ -60,8 +71,10 @@ class PrefillManager(SilenceWatch, PeerQueues):
         try:
             reason = self._refusal_reason(room, index_slice)
             if not reason:
-                if self.verifier is not None and room in self.transfer_infos:
-                    sent = self.sent_pages.setdefault(room, SentPages())
+                interleaving = self._interleaving_peers(room)
+                is_noted = self.verifier is not None or interleaving
+                if is_noted and room in self.transfer_infos:
+                    sent = self.sent_pages.setdefault(room, SentPages(interleaving))
                     sent.note(index_slice, kv_indices, options.get("state_indices"))
                 chunk = (room, kv_indices, index_slice, is_last_chunk)
                 super().add_transfer_request(*chunk, *more, **options)
@@ -70,6 +83,18 @@ class PrefillManager(SilenceWatch, PeerQueues):
             logger.exception(f"Room {room}: a chunk could not be queued")
             reason = f"Prefill could not send KV: {error!r}"
         self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+
+    def _interleaving_peers(self, room: int) -> frozenset[str]:
+        """Returns the room's decode ranks that must interleave what they receive."""
+        planned = self._planned_peers(room)
+        return frozenset(peer for peer, _, plan in planned if plan.needs_interleaving)
+
+    def _planned_peers(self, room: int) -> Iterator[tuple[str, object, PeerPlan]]:
+        """Yields name, request and plan of each decode rank of the room that is sent to by plan."""
+        for peer, info in list(self.transfer_infos.get(room, {}).items()):
+            plan = None if info.is_dummy else self.plan_for(peer)
+            if plan is not None:
+                yield peer, info, plan
 
     def _refusal_reason(self, room: int, index_slice: slice) -> str:
         """Returns why a chunk fails its room; "" if it does not."""
@@ -109,15 +134,21 @@ class PrefillManager(SilenceWatch, PeerQueues):
     ) -> KVPoll | None:
         """Concludes a room.
 
-        Extends the engine's: first sends digests to decode ranks that compare, and notes which
-        decode ranks are notified. The engine sets the room's status before it notifies them, and
-        the scheduler may be done with the room in between.
+        Extends the engine's: first sends which chunks decode must interleave, and digests to decode
+        ranks that compare, and notes which decode ranks are notified. The engine sets the room's
+        status before it notifies them, and the scheduler may be done with the room in between.
 
         Args:
             targets: Decode ranks to notify; None for all that requested the room.
         """
-        if status == KVPoll.Success and self.verifier is not None:
-            self._send_digests(bootstrap_room)
+        if status == KVPoll.Success:
+            try:
+                self._send_units(bootstrap_room)
+            except Exception as error:  # without them, decode would serve wrong tokens
+                reason = f"Prefill could not notify decode of the chunks to interleave: {error!r}"
+                return self.conclude_failure(bootstrap_room=bootstrap_room, failure_reason=reason)
+            if self.verifier is not None:
+                self._send_digests(bootstrap_room)
         if targets is None:
             targets = self._room_notify_targets(bootstrap_room)
         self.failures.note_notified(bootstrap_room, targets)
@@ -128,22 +159,44 @@ class PrefillManager(SilenceWatch, PeerQueues):
             self.drop_reason(bootstrap_room)
         return concluded
 
+    def _send_units(self, room: int) -> None:
+        """Names what an open room has sent as whole rows to each decode rank that waits for it.
+
+        Also if that is nothing: decode must notice if the message is lost.
+        """
+        if self.request_status.get(room, KVPoll.Failed) == KVPoll.Failed:
+            return
+        rank, sent = self._prefill_unique_rank(), self.sent_pages.get(room, SentPages())
+        if sent.interleaving != self._interleaving_peers(room) and sent.chunks:
+            raise LayoutError("decode was released, or registered anew, while KV was sent")
+        for peer, info in list(self.transfer_infos.get(room, {}).items()):
+            known = self.decode_kv_args_table.get(peer)
+            if info.is_dummy or known is None or not known.awaits_units:
+                continue
+            units = sent.units if peer in sent.interleaving else []
+            self._send_to_decode(info, units_message(room, rank, self.attn_tp_size, units))
+
     def _send_digests(self, room: int) -> None:
         """Sends digests of what an open room has sent, to each decode rank that compares them."""
-        sent, status = self.sent_pages.get(room), self.request_status.get(room, KVPoll.Failed)
-        if sent is None or status == KVPoll.Failed:
+        sent = self._open_room_pages(room)
+        if sent is None:
             return
         rank = self._prefill_unique_rank()
-        for peer, info in list(self.transfer_infos.get(room, {}).items()):
-            plan = None if info.is_dummy else self.plan_for(peer)
-            if plan is None or not plan.layout.verifies:
+        for peer, info, plan in self._planned_peers(room):
+            if not plan.layout.verifies:
                 continue
-            frames = sent.message(room, rank, self.verifier, plan)
-            address = NetworkAddress(info.endpoint, info.dst_port)
             try:
-                self._send_multipart_locked(address.to_tcp(), frames, is_ipv6=address.is_ipv6)
+                self._send_to_decode(info, sent.message(room, rank, self.verifier, plan))
             except Exception as error:
                 logger.warning(f"Room {room}: could not send digests to decode {peer}: {error}")
+
+    def _open_room_pages(self, room: int) -> SentPages | None:
+        is_open = self.request_status.get(room, KVPoll.Failed) != KVPoll.Failed
+        return self.sent_pages.get(room) if is_open else None
+
+    def _send_to_decode(self, info, frames: list[bytes]) -> None:
+        address = NetworkAddress(info.endpoint, info.dst_port)
+        self._send_multipart_locked(address.to_tcp(), frames, is_ipv6=address.is_ipv6)
 
     def _prefetch_staging_reqs(self, room: int) -> None:
         """Prefetches staging buffers, once all of the room's decode ranks have requested it.

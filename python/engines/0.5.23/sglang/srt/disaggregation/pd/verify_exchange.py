@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import PeerPlan, RankLayout
+from sglang.srt.disaggregation.kv_layout import PeerPlan, RankLayout, Unit
 from sglang.srt.disaggregation.pd.verify import Verifier
 from sglang.srt.disaggregation.pd.verify_mode import VARIABLE
 from sglang.srt.environ import envs
@@ -52,14 +52,16 @@ def require_verifiable(layout: RankLayout | None, why_not: str) -> None:
 
 @dataclass
 class SentPages:
-    """Prefill: what a room has queued, of which digests will be sent.
+    """Prefill: what a room has queued; decode will interleave it, or get digests of it.
 
     Attributes:
+        interleaving: The decode ranks that must interleave it.
         chunks: Each chunk's place among the request's pages, and its pages of this rank's pool,
             whose numbers may still be on their way to the host.
         state: The last chunk's pages or slots by kind of state; None if it has none.
     """
 
+    interleaving: frozenset[str] = frozenset()
     chunks: list[tuple[slice, npt.ArrayLike]] = field(default_factory=list)
     state: list | None = None
 
@@ -67,6 +69,11 @@ class SentPages:
         """Notes a chunk that is about to be queued."""
         self.chunks.append((index_slice, pages))
         self.state = state
+
+    @property
+    def units(self) -> list[Unit]:
+        """Each chunk's place among the request's pages."""
+        return [(where.start, where.stop) for where, _ in self.chunks]
 
     def message(self, room: int, sender: int, verifier: Verifier, plan: PeerPlan) -> list[bytes]:
         """Returns the frames with digests of what a decode rank was sent.

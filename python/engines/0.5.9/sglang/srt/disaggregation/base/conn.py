@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from sglang.srt.disaggregation.kv_layout import RankLayout
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.pd.packing import PackingBuffers
+    from sglang.srt.disaggregation.pd.pool_views import PoolViews
     from sglang.srt.disaggregation.pd.verify import Verifier
 
 
@@ -17,5 +19,9 @@ class KVArgs:
     total_kv_layers: int
     # What each registered buffer holds; the decode rank sends it to the prefill rank.
     layout: RankLayout
+    # The buffers as tensors; None of pools that nobody knows.
+    views: PoolViews | None = None
+    # A prefill rank's memory for packed rows; None if it packs nothing.
+    packing: PackingBuffers | None = None
     # Compares digests of what is sent; None without comparison.
     verifier: Verifier | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
+from sglang.srt.disaggregation.pd.interleaving import Interleaver
 from sglang.srt.disaggregation.pd.layer_pointers import LayerPointers
 from sglang.srt.disaggregation.pd.peer_silence import SilenceWatch
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
@@ -33,6 +35,11 @@ class CommonKVManager(
     BaseKVManager,
 ):
     REMOVED = ("get_mha_kv_ptrs_with_pp", "get_mla_kv_ptrs_with_pp")
+
+    @functools.cached_property
+    def interleaver(self) -> Interleaver:
+        """Interleaves what this decode rank receives."""
+        return Interleaver(self.kv_args)
 
     def _connect(self, endpoint: str, is_ipv6: bool = False) -> PeerSocket:
         return PeerSocket(endpoint, is_ipv6)

@@ -5,9 +5,10 @@ scheduler: add_transfer_request    a lane for each group of decode ranks    work
 A worker writes chunk after chunk by the transfer engine's synchronous calls. When a prefill rank
 writes no more for a room, it notifies each decode rank of the room once:
 
-    (room, status, sender's number, reason, digests)
+    (room, status, sender's number, reason, digests, chunks)
 
-Only decode ranks with the patch set get the reason; of these, only ranks that verify get digests.
+Only decode ranks with the patch set get the reason; of these, ranks that verify get digests, and
+ranks that interleave (`pd.interleaving`) get chunks.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import logging
 import struct
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from contextlib import closing
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +34,16 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVManager,
     CommonKVReceiver,
 )
-from sglang.srt.disaggregation.kv_layout import LayoutError, PeerPlan, TransferPlan, encode_layout
+from sglang.srt.disaggregation.kv_layout import (
+    LayoutError,
+    PackedPlan,
+    PeerPlan,
+    TransferPlan,
+    Unit,
+    decode_units,
+    encode_layout,
+    encode_units,
+)
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.disaggregation.pd.back_off import PeerBackoff
 from sglang.srt.disaggregation.pd.copy_batches import write_copies
@@ -41,6 +53,7 @@ from sglang.srt.disaggregation.pd.message_checks import (
     pack_numbers,
     start_reader_thread,
 )
+from sglang.srt.disaggregation.pd.packing import copies_of_unit
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueue, PeerQueues
 from sglang.srt.disaggregation.pd.peers import PeerRegistration, RoomRequest, split_state
 from sglang.srt.disaggregation.pd.room_failures import (
@@ -72,6 +85,8 @@ class TransferInfo(RoomRequest):
     unsettled_until: float = 0.0
     # Digests of what the room sent to the rank; None if the rank does not verify.
     digests: bytes | None = None
+    # The chunks that the rank must interleave.
+    units: list[Unit] = dataclasses.field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -127,11 +142,12 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
     unsettled_seconds = UNSETTLED_SECONDS
 
     def register_buffer_to_engine(self) -> None:
-        """Registers KV, state and aux buffers with the transfer engine, by `register_memory`.
+        """Registers KV, state, packing and aux buffers with the engine, by `register_memory`.
 
         Raises:
             RuntimeError: A buffer that the engine must send is not registered; the text names it.
         """
+        self.make_packing(envs.SGLANG_DISAGGREGATION_QUEUE_SIZE.get())
         self.register_memory(self.kv_args, self.engine.batch_register, _aux_goes_over_tcp())
 
     def send_kvcache(
@@ -151,7 +167,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         """
         plan = self._plan_for(mooncake_session_id).kv
         pages = (prefill_kv_indices, dst_kv_indices)
-        return self._transfer(mooncake_session_id, plan, *pages, executor)
+        return self._transfer(mooncake_session_id, "kv", plan, *pages, executor)
 
     def _plan_for(self, session: str) -> PeerPlan:
         info = self.decode_kv_args_table[session]
@@ -162,14 +178,24 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
     def _transfer(
         self,
         session: str,
+        what: Literal["kv", "state"],
         plan: TransferPlan,
         src_pages: npt.NDArray[np.int32],
         dst_pages: npt.NDArray[np.int32],
         executor: ThreadPoolExecutor,
     ) -> int:
-        copies = plan.copies(src_pages, dst_pages)
-        in_threads = self.enable_custom_mem_pool
-        return write_copies(self.engine, session, copies, executor, plan.is_sliced, in_threads)
+        is_packed = isinstance(plan, PackedPlan)
+        how = (executor, plan.is_sliced or is_packed, self.enable_custom_mem_pool)
+        if not is_packed:
+            return write_copies(self.engine, session, plan.copies(src_pages, dst_pages), *how)
+        # Closed at once, also by an error: the room's pages are read until then.
+        unit = copies_of_unit(self.kv_args.packing, what, plan, src_pages, dst_pages)
+        with closing(unit):
+            for copies, _ in unit:
+                status = write_copies(self.engine, session, copies, *how)
+                if status != 0:
+                    return status
+        return 0
 
     def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: list[int]) -> int:
         """Writes the request's metadata to the peer. Returns the transfer engine's status."""
@@ -236,7 +262,8 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         session = req.mooncake_session_id
         if kind != "mamba":
             pages = (prefill_state_indices, req.dst_state_indices)
-            return self._transfer(session, self._plan_for(session).state, *pages, executor)
+            plan = self._plan_for(session).state
+            return self._transfer(session, "state", plan, *pages, executor)
         self.check_state_slots(session, [req.dst_state_indices])
         slots = (req, prefill_state_indices, dst_state_data_ptrs)
         if info is None or info.dst_attn_tp_size == self.attn_tp_size:
@@ -291,6 +318,8 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         with self.back_off.attempt(session), self._note_unsettled(req):
             pages = (chunk.prefill_kv_indices, info.dst_kv_ptrs, dst_pages)
             check("KV", self.send_kvcache(session, *pages, executor))
+            if info.plan.needs_interleaving:
+                req.units.append((chunk.index_slice.start, chunk.index_slice.stop))
             if not chunk.is_last:
                 return
             if chunk.state_indices is not None:
@@ -353,10 +382,14 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
     def _send_status(self, req: TransferInfo, status: KVPoll, reason: str) -> None:
         frames = [str(number).encode("ascii") for number in (req.room, status, self.sender_rank)]
         known = self.decode_kv_args_table.get(req.mooncake_session_id)  # None if it was dropped
-        if known is not None and known.reads_reasons:
+        units = req.units if status == KVPoll.Success else []
+        has_more = req.digests is not None or bool(units)  # then the rank reads all frames
+        if has_more or (known is not None and known.reads_reasons):
             frames.append(reason.encode("utf-8", "backslashreplace"))
-        if req.digests is not None:
-            frames.append(req.digests)
+        if has_more:
+            frames.append(req.digests or b"")
+        if units:
+            frames.append(encode_units(units))
         address = format_tcp_address(req.endpoint, req.dst_port)
         try:
             self._connect(address, is_valid_ipv6_address(req.endpoint)).send_multipart(frames)
@@ -378,6 +411,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         # Rooms requested from prefill, and those of them that one sender has failed while others
         # may still write.
         self.requested_rooms: set[int] = set()
+        self.arrived_units: dict[int, dict[int, list[Unit]]] = defaultdict(dict)
         self.failing_rooms: set[int] = set()
         self.rebind_server_socket()
         start_reader_thread(self.server_socket, self._handle_decode_message)
@@ -405,6 +439,13 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
             if int(status) == KVPoll.Failed:
                 self.record_failure(room, f"Prefill failed: {reason}")
                 self.failing_rooms.add(room)
+            if len(more) > 2:
+                try:
+                    self.arrived_units[room][sender] = decode_units(more[2])
+                except LayoutError as error:  # the sender counts: it writes no more
+                    logger.error(f"Room {room}: prefill rank {sender}: {error}")
+                    self.record_failure(room, str(error))
+                    self.failing_rooms.add(room)
             self.prefill_response_tracker[room].add(sender)
             needed = self.required_prefill_response_num_table[room]
             if len(self.prefill_response_tracker[room]) >= needed:
@@ -459,6 +500,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
             self.required_prefill_response_num_table.pop(room, None)
             self.prefill_response_tracker.pop(room, None)
             self.requested_rooms.discard(room)
+            self.arrived_units.pop(room, None)
             self.failing_rooms.discard(room)
 
     def _register_to_bootstrap(self):
@@ -548,6 +590,9 @@ class MooncakeKVReceiver(CommonKVReceiver):
 
     def _read_results(self) -> bool:
         return self.bootstrap_room in self.kv_mgr.failing_rooms
+
+    def _arrived_units(self) -> list[list[Unit]]:
+        return list(self.kv_mgr.arrived_units[self.bootstrap_room].values())
 
     def has_pending_transfers(self) -> bool:
         """Whether a sender may still write to our pages."""

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from sglang.srt.disaggregation import kv_layout
@@ -23,14 +23,21 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVSender,
 )
 from sglang.srt.disaggregation.kv_layout import (
+    Copies,
     LayoutError,
-    TransferPlan,
+    PackedPlan,
+    Unit,
     encode_layout,
     parse_notification,
 )
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
+from sglang.srt.disaggregation.pd.memory_registration import (
+    packing_regions,
+    send_slices_instead,
+)
 from sglang.srt.disaggregation.pd.message_checks import check_numbers, pack_numbers
 from sglang.srt.disaggregation.pd.nixl_transfers import NixlTransfers, RoomFailed, Transfer
+from sglang.srt.disaggregation.pd.packed_sends import PACKING_THREADS, PackedSends
 from sglang.srt.disaggregation.pd.peers import Pages, PeerRegistration, RoomRequest, split_state
 from sglang.srt.disaggregation.pd.sender import ABORTED
 from sglang.srt.disaggregation.pd.verify_reports import VerifyRoutes
@@ -156,10 +163,12 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
             self.required_prefill_response_num_table.pop(room, None)
 
     def register_buffer_to_engine(self):
-        """Registers KV and state as memory of the pool's device, and aux as host memory.
+        """Registers KV, state and packing as memory of the pool's device, aux as host memory.
+
+        Without the packing buffer, this rank sends slices.
 
         Raises:
-            RuntimeError: NIXL refuses one of them; the server must not start.
+            RuntimeError: NIXL refuses one of the others; the server must not start.
         """
         args = self.kv_args
         # A pool in host memory has the published device number, too: stock peers use that number.
@@ -170,6 +179,12 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
             self.state_descs = self._register(
                 "state", args.state_data_ptrs, args.state_data_lens, *pool
             )
+        self.make_packing(PACKING_THREADS)
+        for role, address, size in packing_regions(args):
+            try:
+                self.packing_descs = self._register(role, [address], [size], *pool)
+            except RuntimeError as error:
+                send_slices_instead(args, str(error))
 
     def _register(self, role: str, ptrs: list[int], lens: list[int], kind: str, device: int):
         regions = [(ptr, size, device, "") for ptr, size in zip(ptrs, lens) if size]
@@ -188,23 +203,41 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
     def _send_kvcache_generic(
         self,
         peer_name: str,
-        plan: TransferPlan,
+        what: Literal["kv", "state"],
         prefill_data_indices: Pages,
         dst_data_indices: Pages,
         notif: str,
     ) -> Transfer | None:
         """Starts writing pages by a KV or state plan; with nothing to write, returns None."""
-        args, info = self.kv_args, self.decode_kv_args_table[peer_name]
+        plan = getattr(self.decode_kv_args_table[peer_name].plan, what)
         # The engine's sends get the room only as the first part of the notification.
         room, notification = int(notif.partition("_")[0]), notif.encode("ascii")
-        copies = plan.copies(prefill_data_indices, dst_data_indices)
-        src, dst = copies.descriptors(args.gpu_id, info.gpu_id)
-        if not len(src):
+        pages = (prefill_data_indices, dst_data_indices)
+        if isinstance(plan, PackedPlan) and plan.packs:
+            return self.packed_sends.start(peer_name, room, what, *pages, notification)
+        copies = plan.copies(*pages)
+        if not len(copies):
             self._notify(peer_name, notification)
             return None
+        return self.start_copies(peer_name, room, copies, notification)
+
+    def start_copies(
+        self, peer: str, room: int, copies: Copies, notification: bytes = b""
+    ) -> Transfer:
+        """Starts to write copies of KV or state, which brings the notification when it is done.
+
+        Raises:
+            RoomFailed: The room has failed.
+        """
+        args, info = self.kv_args, self.decode_kv_args_table[peer]
+        src, dst = copies.descriptors(args.gpu_id, info.gpu_id)
         src = self.agent.get_xfer_descs(src, args.layout.memory)
         dst = self.agent.get_xfer_descs(dst, info.plan.layout.memory)
-        return self._start(peer_name, room, src, dst, notification)
+        return self._start(peer, room, src, dst, notification)
+
+    @functools.cached_property
+    def packed_sends(self) -> PackedSends:
+        return PackedSends(self)
 
     def send_kvcache(
         self,
@@ -224,9 +257,8 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
             LayoutError: The numbers of pages on the two sides differ.
             RoomFailed: The room has failed.
         """
-        plan = self.decode_kv_args_table[peer_name].plan.kv
         pages = (prefill_kv_indices, dst_kv_indices)
-        return self._send_kvcache_generic(peer_name, plan, *pages, notif)
+        return self._send_kvcache_generic(peer_name, "kv", *pages, notif)
 
     def maybe_send_extra(
         self,
@@ -244,9 +276,8 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
         """
         if self.kv_args.state_type == "none":
             return None
-        plan = self.decode_kv_args_table[peer_name].plan.state
         pages = (prefill_state_indices, dst_state_indices)
-        return self._send_kvcache_generic(peer_name, plan, *pages, notif)
+        return self._send_kvcache_generic(peer_name, "state", *pages, notif)
 
     def add_transfer_request(
         self,
@@ -276,7 +307,11 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
                 if req.is_dummy():
                     continue
                 peer, info = req.agent_name, self.decode_kv_args_table[req.agent_name]
-                notif = self._notification(req.room, "kv", chunk=chunk_id, is_last=is_last)
+                unit = None
+                if info.plan.needs_interleaving:
+                    unit = (index_slice.start, index_slice.stop)
+                kind = {"chunk": chunk_id, "is_last": is_last, "unit": unit}
+                notif = self._notification(req.room, "kv", **kind)
                 pages = (kv_indices, info.dst_kv_ptrs, req.dst_kv_indices[index_slice])
                 write = self.send_kvcache(peer, *pages, info.gpu_id, notif.decode("ascii"))
                 writes.append(write)
@@ -493,6 +528,9 @@ class NixlKVReceiver(CommonKVReceiver):
             str(self.required_dst_info_num).encode("ascii"),
             b"" if is_dummy else state,
         ]
+
+    def _arrived_units(self) -> list[set[Unit]]:
+        return self.kv_mgr.transfer_statuses[self.bootstrap_room].units
 
     def _read_results(self) -> bool:
         """Reads notifications, and concludes the room once every sender has sent all or failed."""

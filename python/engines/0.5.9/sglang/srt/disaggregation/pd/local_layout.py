@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.kv_layout import (
     total_heads,
 )
 from sglang.srt.disaggregation.pd.peer_silence import read_silent_seconds
+from sglang.srt.disaggregation.pd.pool_views import set_views
 from sglang.srt.disaggregation.pd.room_failures import read_release_seconds
 from sglang.srt.disaggregation.pd.verify import make_verifier
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
@@ -47,6 +48,7 @@ def make_kv_manager(queue: Queue, kv_args: KVArgs, mode: DisaggregationMode) -> 
     setup_kv_args(kv_args, queue)
     setup_state_kv_args(kv_args, *pools, scheduler.model_config.num_hidden_layers)
     set_local_layout(kv_args, queue)
+    set_views(kv_args, pools)
     kv_args.verifier = make_verifier(kv_args, pools)
     manager = get_kv_class(queue.transfer_backend, KVClassType.MANAGER)
     return manager(kv_args, mode, scheduler.server_args, queue.is_mla_backend)

@@ -76,12 +76,13 @@ class NixlTransfers:
     remove a rank.
     """
 
-    # The scheduler and the bootstrap thread take turns with the agent: NIXL before 1.2 has no
-    # locks of its own, and a connection must not be replaced while a write starts to use it.
+    # The scheduler, the bootstrap thread and those that pack take turns with the agent: NIXL before
+    # 1.2 has no locks, and a connection must not be replaced while a write starts to use it.
     agent_lock = PerInstance(threading.RLock)
     # Decode ranks that get no new connection until they request another room; see `_reconnect`.
     unreachable_peers: set[str] = PerInstance(set)
-    # Transfers under way. Those of a garbage-collected sender go with it; NIXL cancels them.
+    # Transfers under way. Those of a garbage-collected sender go with it, and NIXL cancels
+    # them; a packed one is kept until its thread has finished with it.
     transfers: WeakSet[Transfer] = PerInstance(WeakSet)
     # Transfers that no sender waits for, and failure notices to send once transfers finish: room,
     # decode rank, the rank's request for the room, reason.
@@ -140,9 +141,9 @@ class NixlTransfers:
     def _reconnect(self, peer: str) -> bool:
         """Makes a new connection, unless a write over the old one is under way; returns success.
 
-        The scheduler calls this, so nothing here waits for the peer. UCX keeps a socket for each
-        refused connection, and may abort this process: only a peer whose process listens gets an
-        attempt. A peer that has been disconnected briefly gets one attempt, a peer disconnected
+        The scheduler calls this, too, so nothing here waits for the peer. UCX keeps a socket for
+        each refused connection, and may abort this process: only a peer whose process listens gets
+        an attempt. A peer that has been disconnected briefly gets one attempt, a peer disconnected
         for longer gets none, until it requests another room.
         """
         if peer in self.unreachable_peers or not self.end_early_connection(peer):
@@ -150,7 +151,8 @@ class NixlTransfers:
         info = self.decode_kv_args_table.get(peer)
         if info is None:  # it was dropped, and must register again
             return False
-        of_peer = [write for write in self.transfers if write.peer == peer]
+        # A packed transfer has no handle: each of its rounds is a write of its own.
+        of_peer = [write for write in self.transfers if write.peer == peer and write.handle]
         if not all(self.has_finished(write) for write in of_peer if not write.is_partly_posted):
             return False
         try:
@@ -182,6 +184,8 @@ class NixlTransfers:
                 return True
             if write.abandon_reason and not write.is_invalidated:
                 self._invalidate(write)
+            if write.handle is None and not write.is_partly_posted:
+                return False  # a thread sends it round by round (`packed_sends`)
             try:
                 if write.is_partly_posted:
                     raise RuntimeError(write.abandon_reason)
@@ -221,10 +225,16 @@ class NixlTransfers:
         with self.agent_lock:
             if write.abandon_reason or self.has_finished(write):
                 return True
-            write.abandon_reason = self.silent_peers.get(write.peer, "")
-            if write.abandon_reason:
-                self.abandoned_transfers.append(write)
-            return bool(write.abandon_reason)
+            reason = self.silent_peers.get(write.peer, "")
+            if reason:
+                self.abandon(write, reason)
+            return bool(reason)
+
+    def abandon(self, write: Transfer, reason: str) -> None:
+        """Keeps a transfer until it has finished, though no sender waits for it."""
+        with self.agent_lock:
+            write.abandon_reason = reason
+            self.abandoned_transfers.append(write)
 
     def _is_writing(self, room: int | None = None, peer: str | None = None) -> bool:
         """Whether a write may go on, of this room or any, to this decode rank or any."""

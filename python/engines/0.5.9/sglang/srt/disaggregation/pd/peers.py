@@ -30,8 +30,10 @@ from sglang.srt.disaggregation.pd.message_checks import (
     rebind_with_limits,
     start_reader_thread,
 )
+from sglang.srt.disaggregation.pd.packing import make_packing_buffers
 from sglang.srt.disaggregation.pd.peer_plans import plan_registered
 from sglang.srt.disaggregation.pd.room_failures import ABORT
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,15 @@ class PeerTable:
     # Whether the transfer plan covers state.
     sends_state_by_plan = True
 
+    def make_packing(self, workers: int) -> None:
+        """Sets aside memory to pack rows in; the transfer engine must register it.
+
+        Args:
+            workers: How many threads will send.
+        """
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.kv_args.packing = make_packing_buffers(self.kv_args, workers)
+
     def rebind_server_socket(self) -> None:
         """Replaces the server socket by one that disconnects the sender of too large a message."""
         self.rank_port, self.server_socket = rebind_with_limits(self.server_socket)
@@ -152,7 +163,8 @@ class PeerTable:
             layout = decode_layout(info.layout_frame)
             info.reads_reasons = layout is not None
             theirs = Pointers(info.dst_kv_ptrs, state)
-            plan = plan_registered(info.name, args.layout, own, layout, facts, theirs)
+            given = (own, layout, facts, theirs, args.packing is not None)
+            plan = plan_registered(info.name, args.layout, *given)
         except LayoutError as error:
             refusal = str(error)
         except Exception as error:

@@ -13,7 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import pp_size_conflict, prefill_ranks_of, tp_size_conflict
+from sglang.srt.disaggregation.kv_layout import (
+    LayoutError,
+    agreed_units,
+    pp_size_conflict,
+    prefill_ranks_of,
+    tp_size_conflict,
+)
+from sglang.srt.disaggregation.pd.interleaving import InterleavingJob
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.prefill_servers import PrefillServer, PrefillServers
 from sglang.srt.disaggregation.pd.room_failures import ABORT, DUPLICATE_ROOM, ENDED
@@ -35,8 +42,9 @@ class Receiver:
 
     A backend provides `_register_kv_args()`; `_metadata_frames(is_dummy, pages, aux, state)`, the
     message that requests a room; `_reset_room_state(has_state)`, called before that message is
-    sent; `_read_results()`, which returns whether a sender has failed the room; and `_rank_name()`,
-    by which prefill knows this rank. Mori polls, requests and clears rooms in the engine's way.
+    sent; `_read_results()`, which returns whether a sender has failed the room;
+    `_arrived_units()`, the chunks to interleave by sender; and `_rank_name()`, by which prefill
+    knows this rank. Mori polls, requests and clears rooms in the engine's way.
 
     Attributes:
         init_time: When the room was requested from prefill, on the monotonic clock; None before.
@@ -59,6 +67,9 @@ class Receiver:
     is_duplicate_room = False
     # Prefill ranks send digests of their pages (`verify`).
     expects_digests = False
+    # The thread's work on the pages before they may be read, and whether it is done.
+    interleaving: InterleavingJob | None = None
+    is_interleaved = False
 
     def __init__(
         self,
@@ -179,8 +190,9 @@ class Receiver:
         own, prefill_tp = self.kv_mgr, prefill.attn_tp_size
         if own.attn_tp_size != prefill_tp and not own.is_mla_backend:
             logger.warning_once(
-                f"Prefill TP size {prefill_tp} and decode TP size {own.attn_tp_size} differ: ranks "
-                "that hold different KV heads send KV token by token, which is slower."
+                f"Prefill TP size {prefill_tp} and decode TP size {own.attn_tp_size} differ: KV "
+                "heads are interleaved, packed, or sent token by token, which takes longer than "
+                "with equal sizes."
             )
         own_rank = own.kv_args.engine_rank % own.attn_tp_size
         served_by = prefill_ranks_of(own_rank, prefill_tp, own.attn_tp_size)
@@ -239,8 +251,7 @@ class Receiver:
                 return  # the engine frees its pages
             self.kv_mgr.requested_ranks[self.bootstrap_room] = self.bootstrap_infos
         self.init_time = time.monotonic()
-        if self.expects_digests:
-            self.pages, self.state_pages = kv_indices, state_indices
+        self.pages, self.state_pages = kv_indices, state_indices
         state = b"" if state_indices is None else np.asarray(state_indices, np.int32).tobytes()
         where = (kv_indices.tobytes(), str(aux_index).encode("ascii"), state)
         for info in self.bootstrap_infos:
@@ -304,6 +315,7 @@ class Receiver:
     def _abort(self, reason: str) -> None:
         """Aborts the room on prefill; it stays open until no prefill rank writes any more."""
         self.is_aborted = True
+        self._stop_interleaving()
         manager, room = self.kv_mgr, self.bootstrap_room
         manager.record_failure(room, reason)
         if self.conclude_state is not None or manager.check_status(room) in ENDED:
@@ -365,6 +377,17 @@ class Receiver:
             return  # success of a room that was not requested is an earlier request's
         if self.failing_since:
             status = KVPoll.Failed
+        if status == KVPoll.Success and not self.is_interleaved:
+            try:
+                self.is_interleaved = self._has_interleaved()
+            except Exception as error:
+                if not isinstance(error, LayoutError):
+                    logger.exception(f"Room {room}: KV heads could not be interleaved")
+                self._fail(f"decode could not interleave KV heads: {error}")
+                status = KVPoll.Failed
+            else:
+                if not self.is_interleaved:
+                    return
         if status == KVPoll.Success and self.expects_digests:
             seconds = time.monotonic() - self.init_time
             pages = (self.pages, self.state_pages)
@@ -373,6 +396,29 @@ class Receiver:
                 self._fail(reason)
                 status = KVPoll.Failed
         self.conclude_state = status
+        if status == KVPoll.Failed:
+            self._stop_interleaving()
+
+    def _has_interleaved(self) -> bool:
+        """Returns whether the pages may be read; the first call starts to interleave them.
+
+        Raises:
+            LayoutError: The senders' chunks differ, or do not fit the pages.
+        """
+        if self.interleaving is None:
+            senders = self.required_prefill_response_num
+            units = agreed_units(self._arrived_units(), senders, len(self.pages))
+            if not units:
+                return True
+            pages = (self.pages, self.state_pages)
+            interleaver = self.kv_mgr.interleaver
+            self.interleaving = interleaver.start(self.prefill.attn_tp_size, units, *pages)
+        return self.interleaving.is_done()
+
+    def _stop_interleaving(self) -> None:
+        """Has the thread stop after the buffer at hand, for which only `_end` waits."""
+        if self.interleaving is not None:
+            self.interleaving.is_cancelled = True
 
     def is_open(self) -> bool:
         """Whether the room was requested from prefill."""
@@ -384,6 +430,7 @@ class Receiver:
             if self.init_time is None:
                 self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
             self._await_senders("another decode rank failed")
+        self._stop_interleaving()
 
     def clear(self) -> None:
         """Drops the room, which has succeeded."""
@@ -403,6 +450,8 @@ class Receiver:
             if sum(noted) > 1 or room not in manager.request_status:
                 tracked[self.bootstrap_addr].discard(room)
             return DUPLICATE_ROOM
+        if self.interleaving is not None:
+            self.interleaving.cancel()
         manager.requested_ranks.pop(room, None)
         tracked[self.bootstrap_addr].discard(room)
         reason = manager.drop_room(room)

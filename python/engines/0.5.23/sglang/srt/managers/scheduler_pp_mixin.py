@@ -1,0 +1,63 @@
+"""Keeps decode's pipeline stages in step: they end the same requests, and in the same way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+    from sglang.srt.managers.scheduler_pp_mixin import EngineSchedulerPPMixin
+
+RENAMED = (("SchedulerPPMixin", "EngineSchedulerPPMixin"),)
+
+FAILED_ON_STAGE = "the request failed on another pipeline stage, whose log has the reason"
+
+
+class SchedulerPPMixin(EngineSchedulerPPMixin):
+    def _pp_pd_get_decode_transferred_ids(self) -> list[list[str]]:
+        """Decode: returns requests that are over on all stages so far, and which of them failed.
+
+        Replaces the engine's, which returns no failures, and does not wait for metadata.
+        """
+        queue = self.disagg_decode_transfer_queue
+        poll = queue._poll_with_staging if queue.enable_staging else queue._poll_with_metadata_gate
+        status = {one.req.rid: state for one, state in zip(queue.queue, poll())}
+        failed = {rid for rid, state in status.items() if state == KVPoll.Failed}
+        over = failed | {rid for rid, state in status.items() if state == KVPoll.Success}
+        if not self.pp_group.is_first_rank:
+            over_before, failed_before = map(set, self._pp_recv_pyobj_from_prev_stage())
+            over &= over_before
+            failed |= failed_before
+        return [sorted(over), sorted(failed & over)]
+
+    def process_decode_transfer_queue(
+        self, release_rids: list[list[str]] | None
+    ) -> list[list[str]] | None:
+        """Decode: ends the requests that are over on all stages; fails those that one failed.
+
+        Extends the engine's, which returns no failed request, so that later stages keep its pages.
+
+        Args:
+            release_rids: The requests that are over, and which of them failed; None in a round
+                without an exchange.
+
+        Returns:
+            Which of these this stage has ended, for the next stage to do the same; None for None.
+        """
+        if release_rids is None:
+            return super().process_decode_transfer_queue(None)
+        over, failed = release_rids
+        queue = self.disagg_decode_transfer_queue
+        for request in queue.queue:
+            if request.req.rid in failed and request.kv_receiver.poll() != KVPoll.Failed:
+                _fail(request.kv_receiver)
+        super().process_decode_transfer_queue(over)
+        left = {request.req.rid for request in queue.queue}
+        return [[rid for rid in rids if rid not in left] for rids in release_rids]
+
+
+def _fail(receiver: CommonKVReceiver) -> None:
+    receiver.abort()
+    receiver.kv_mgr.record_failure(receiver.bootstrap_room, FAILED_ON_STAGE)
