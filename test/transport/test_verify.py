@@ -310,5 +310,20 @@ def test_verify_has_no_false_alarms(serve, examples, requests):
             for rank in servers.decode:
                 pairs = rank.call("verify_results")["pairs"].values()
                 assert {pair["requests"] for pair in pairs} == {requests}
+            assert_moves_heads(servers, fleet)
 
     all_right()
+
+
+def assert_moves_heads(servers, fleet: Fleet) -> None:
+    """Asserts that prefill packs heads for a larger decode TP, and decode interleaves a smaller's.
+
+    With MLA, or as many KV heads on each rank of both sides, neither has anything to do.
+    """
+    of_prefill, of_decode = (
+        1 if fleet.mla else max(1, fleet.kv_heads // side.tp)
+        for side in (fleet.prefill, fleet.decode)
+    )
+    packs = any(rank.call("health")["packed"] for rank in servers.prefill)
+    interleaves = any(rank.call("health")["interleaved"] for rank in servers.decode)
+    assert (packs, interleaves) == (of_prefill > of_decode, of_prefill < of_decode)
