@@ -73,8 +73,8 @@ def make(make_prefill, monkeypatch):
             start_mooncake(manager)
         manager.make_packing(packed_sends.PACKING_THREADS)
         if rank.args.packing is not None:
-            halves = rank.args.packing.free
-            rank.args.packing.free = [half[:HALF_BYTES] for half in halves]
+            packing = rank.args.packing
+            packing.free = [tuple(one[:HALF_BYTES] for one in halves) for halves in packing.free]
         for decode in decodes:
             register(manager, decode)
         manager.ranks = (rank, *decodes)  # their memory is written to, whoever else keeps them
