@@ -408,8 +408,17 @@ class WindowRank(Rank):
         args.state_item_lens, args.state_type = args.kv_item_lens, "swa"
 
 
-def test_decode_rank_that_is_silent_before_its_windows_have_arrived_cannot_succeed(make, model):
-    """All of KV and the metadata have; the windows do when the rank comes back."""
+def test_decode_rank_that_is_silent_before_its_windows_have_arrived_cannot_succeed(
+    make, model, monkeypatch
+):
+    """All of KV and the metadata have; the windows do just as the rank is found to be silent."""
+    waits, go_on = threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        waits.set()
+        go_on.wait(PATIENCE)
+
+    monkeypatch.setattr(packed_sends, "time", SimpleNamespace(sleep=sleep))
     silent, pages = WindowRank(0, 2), [3, 6]
     manager = make("nixl", WindowRank(0, 1, model), silent)
     agent = manager.agent
@@ -420,13 +429,14 @@ def test_decode_rank_that_is_silent_before_its_windows_have_arrived_cannot_succe
     def is_sending_windows() -> bool:
         return windows in [write.notification for write in agent.rounds(silent.name)]
 
-    assert wait_until(is_sending_windows, PATIENCE)
+    assert wait_until(is_sending_windows, PATIENCE) and waits.wait(PATIENCE)
     assert sender.poll() == KVPoll.Transferring and silent.has_received(model)
     assert agent.arrived[silent.name] == [b"7_kv_0_0_0", b"7_kv_1_1_0", b"7_aux_0"]
     manager.silent_peers = {silent.name: "decode does not answer"}
     assert failure_of(sender).endswith("decode does not answer")
 
     agent.state_of = lambda write: "DONE"
+    go_on.set()
 
     def settle() -> bool:
         manager.check_peers()
