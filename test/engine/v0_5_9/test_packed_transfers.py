@@ -433,10 +433,13 @@ def test_decode_rank_that_is_silent_before_its_windows_have_arrived_cannot_succe
     assert sender.poll() == KVPoll.Transferring and silent.has_received(model)
     assert agent.arrived[silent.name] == [b"7_kv_0_0_0", b"7_kv_1_1_0", b"7_aux_0"]
     manager.silent_peers = {silent.name: "decode does not answer"}
-    assert failure_of(sender).endswith("decode does not answer")
+    (chunk,) = (one for one in manager.transfers if isinstance(one, packed_sends.PackedTransfer))
+    assert manager.is_settled(chunk)
 
     agent.state_of = lambda write: "DONE"
     go_on.set()
+    assert wait_until(lambda: chunk not in manager.transfers, PATIENCE)
+    assert failure_of(sender).endswith("decode does not answer")
 
     def settle() -> bool:
         manager.check_peers()
