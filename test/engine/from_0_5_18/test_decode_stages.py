@@ -6,6 +6,7 @@ import pp_stages
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.managers import scheduler_pp_mixin
 from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 
 pytestmark = pytest.mark.engine
@@ -98,6 +99,17 @@ def test_stage_without_memory_admits_a_request_later(is_first):
     assert stage.process_prealloc_queue([[], ["3"]]) == later
     assert stage.process_prealloc_queue([[], []]) == [[], []]
     assert [one.req.rid for one in admitted] == ["1", *later[0]]
+
+
+def test_stock_stage_without_memory_never_admits_it():
+    stage = object.__new__(getattr(scheduler_pp_mixin, "EngineSchedulerPPMixin", SchedulerPPMixin))
+    stage.pp_group = SimpleNamespace(is_first_rank=False)
+    stage.disagg_decode_prealloc_queue = queue = AdmittingQueue(RIDS, room=1)
+    stage.disagg_decode_transfer_queue = []
+    assert stage.process_prealloc_queue([["1", "2"], []]) == [["1"], []]
+    queue.room = 2
+    assert stage.process_prealloc_queue([[], []]) == [[], []]
+    assert [one.req.rid for one in queue.queue] == ["2", "3"]
 
 
 def test_stage_that_takes_no_new_requests_drops_none_of_them():

@@ -104,8 +104,8 @@ class PackingBuffers:
         self.free: list[tuple[torch.Tensor, torch.Tensor]] = []
         at = 0
         for half in sizes_of_halves(size, workers):
-            first, second = self.memory[at : at + 2 * half].view(2, half)
-            self.free.append((first, second))
+            region = self.memory[at : at + 2 * half]
+            self.free.append((region[:half], region[half:]))
             at += 2 * half
         self.worker = Worker()
         self.lock = threading.Lock()
@@ -216,7 +216,7 @@ def make_packing_buffers(args: KVArgs, workers: int) -> PackingBuffers | None:
     try:
         packing = PackingBuffers(views, layout.page_size, nbytes, workers)
         if (half := packing.free[0][0].numel()) < row:
-            raise RuntimeError(f"one of {workers} workers has {half} bytes, a row {row}")
+            raise RuntimeError(f"a worker may get only {half} bytes at a time, and a row has {row}")
     except RuntimeError as error:  # or out of memory
         logger.warning(
             f"Too little memory to pack KV heads ({error}); they are sent token by token to decode "

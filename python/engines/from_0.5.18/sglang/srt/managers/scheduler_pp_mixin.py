@@ -17,8 +17,8 @@ FAILED_ON_STAGE = "the request failed on another pipeline stage, whose log has t
 
 
 class SchedulerPPMixin(EngineSchedulerPPMixin):
-    # Requests that earlier stages have admitted or failed, and this one could not yet.
-    unfollowed_rids: list[list[str]] = PerInstance(lambda: [[], []])
+    # What earlier stages have done and this one still must do: requests to admit, and to drop.
+    postponed_rids: list[list[str]] = PerInstance(lambda: [[], []])
 
     def process_prealloc_queue(
         self, prealloc_rids: list[list[str]] | None
@@ -41,11 +41,11 @@ class SchedulerPPMixin(EngineSchedulerPPMixin):
         held = {request.req.rid for request in self.disagg_decode_prealloc_queue.queue}
         wanted = [
             [*(rid for rid in before if rid in held), *rids]
-            for before, rids in zip(self.unfollowed_rids, prealloc_rids, strict=True)
+            for before, rids in zip(self.postponed_rids, prealloc_rids, strict=True)
         ]
         done = super().process_prealloc_queue(wanted)
         ended = {rid for rids in done for rid in rids}
-        self.unfollowed_rids = [[rid for rid in rids if rid not in ended] for rids in wanted]
+        self.postponed_rids = [[rid for rid in rids if rid not in ended] for rids in wanted]
         return done
 
     def _pp_pd_get_decode_transferred_ids(self) -> list[list[str]]:
