@@ -18,8 +18,8 @@ DIRECTIONS = {"TP 2 to 1": (2, 1), "TP 1 to 2": (1, 2)}  # prefill's and decode'
 PAGE_SIZES = (1, 16, 128)
 PAGES = 8192
 CHUNK = 8192  # tokens that prefill computes, and sends, at a time
-# A worker's share of the packing buffer: four have 64 MiB, and pack into one half at a time.
-WORKER_BYTES = 16 << 20
+# A worker's region if no other packs: half of 128 MiB, of which it packs into one half at a time.
+WORKER_BYTES = 64 << 20
 MOST_SLICES = 2_000_000  # copies of a row; more are not counted out
 REPEATS = 15
 GOAL_MS = 5.0  # for pages in a row

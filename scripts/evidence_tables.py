@@ -158,13 +158,13 @@ time up to the arrays that NIXL takes; prefill packs a chunk of 8,192 tokens."""
 The same over NIXL (`scripts/bench.sh wire`): 256 MiB of a chunk of 8,192 tokens from one process to
 another, in host memory, medians in turns. Flat: one write of as many bytes; whole pages: as between
 ranks of equal TP, to the same slots. TP 1 to 2 includes
-prefill's packing, in rounds of 8 MiB beside the wire; TP 2 to 1 does not include decode's
+prefill's packing, in rounds of 32 MiB at most beside the wire; TP 2 to 1 does not include decode's
 interleaving, which a thread does afterwards. Copy: what one core interleaves or packs in a second,
 beside one memcpy."""
     on_gpu = f"""\
 The same between two processes with their pools in the memory of one GPU (`scripts/bench.sh wire
---device cuda`; {bench("wire-cuda").get("device", "")}): UCX copies within it by the driver. Copy:
-what the GPU interleaves or packs in a second."""
+--device cuda`; {bench("wire-cuda").get("device", "")}): UCX copies within it by the driver, and
+prefill packs in rounds of 8 MiB. Copy: what the GPU interleaves or packs in a second."""
     served = """\
 The same on servers over NIXL (`scripts/bench.sh heads`): prompts of 8,000 tokens, prefilled in
 chunks of 2,048, without a router; three pairs of patched servers in turns. Sliced:

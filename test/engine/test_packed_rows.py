@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -109,9 +110,19 @@ class AtOnce:
         return result
 
 
-def make_buffers(prefill, workers: int = 256) -> PackingBuffers:
-    """Makes a packing buffer; with 256 workers a half has 4 KiB, less than one KV buffer needs."""
-    return PackingBuffers(prefill.views, PAGE_SIZE, PAGE_BYTES, workers)
+def make_buffers(prefill, half: int = 4096) -> PackingBuffers:
+    """Makes packing buffers for three workers.
+
+    Args:
+        half: Bytes of each half of the largest region; the others have fewer. By default fewer
+            than one KV buffer needs.
+    """
+    buffers = PackingBuffers(prefill.views, PAGE_SIZE, PAGE_BYTES, workers=3)
+    largest = buffers.free[-1][0].numel()
+    buffers.free = [
+        tuple(one[: half * one.numel() // largest] for one in halves) for halves in buffers.free
+    ]
+    return buffers
 
 
 def write(copies) -> None:
@@ -121,12 +132,12 @@ def write(copies) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("what", ["kv", "state"])
-@pytest.mark.parametrize("workers, rounds", [(16, range(2, 3)), (256, range(8, 20))], ids=str)
+@pytest.mark.parametrize("half, rounds", [(1 << 16, range(2, 3)), (1 << 12, range(8, 20))], ids=str)
 @pytest.mark.parametrize("packs_early", [False, True])
-def test_every_packed_byte_arrives(size, what, workers, rounds, packs_early):
+def test_every_packed_byte_arrives(size, what, half, rounds, packs_early):
     """Each round is sent before the next one is asked for, from the half that it is in."""
     prefill = rank_args(0, 1)
-    buffers = make_buffers(prefill, workers)
+    buffers = make_buffers(prefill, half)
     if packs_early:
         buffers.executor = AtOnce()
     sent = slice(0, 4) if what == "kv" else slice(4, 8)
@@ -147,21 +158,56 @@ def test_every_packed_byte_arrives(size, what, workers, rounds, packs_early):
             np.testing.assert_array_equal(found, wanted)
 
 
-def starts_of_rounds(buffers: PackingBuffers, plan) -> list[int]:
+def starts_of_rounds(unit) -> Iterator[int]:
     """Where in memory each round of a unit begins."""
-    unit = buffers.copies("kv", plan, IN_A_ROW, SCATTERED)
-    return [int(copies.arrays()[0].min()) for copies, _ in unit if len(copies)]
+    for copies, _ in unit:
+        if len(copies):
+            yield int(copies.arrays()[0].min())
 
 
-def test_threads_pack_in_turns_into_two_halves_of_their_own():
+@pytest.fixture
+def begin():
+    """A function that begins a unit; returns it, and the two halves that it is packed into."""
     prefill, decode = rank_args(0, 1), rank_args(1, 2)
-    work = (starts_of_rounds, make_buffers(prefill), plan_between(prefill, decode).kv)
+    buffers, plan = make_buffers(prefill), plan_between(prefill, decode).kv
+
+    def begin_unit():
+        unit = buffers.copies("kv", plan, IN_A_ROW, SCATTERED)
+        starts = starts_of_rounds(unit)
+        return unit, {next(starts), next(starts)}
+
+    return begin_unit
+
+
+def test_unit_is_packed_into_the_largest_region_that_no_other_thread_has(begin):
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        first, second, again = (who.submit(*work).result() for who in (one, other, one))
-    assert again == first
-    halves = [{*starts[n::2]} for starts in (first, second) for n in (0, 1)]
-    assert [len(starts) for starts in halves] == [1] * 4
-    assert len(set.union(*halves)) == 4
+        unit, first = one.submit(begin).result()
+        small_unit, second = other.submit(begin).result()
+        assert not first & second
+        one.submit(unit.close).result()
+        other.submit(small_unit.close).result()
+        _, third = other.submit(begin).result()
+    assert third == first
+
+
+def test_rounds_of_a_unit_are_packed_into_its_two_halves_in_turns(begin):
+    unit, halves = begin()
+    following = [*starts_of_rounds(unit)]
+    assert len(following) > 4 and {*following[::2]}.isdisjoint(following[1::2])
+    assert {*following} == halves
+
+
+def test_failed_unit_that_is_kept_takes_no_second_region(begin):
+    """Nor does its end take the region from the unit that its thread packs by then."""
+    kept, first = begin()
+    following, second = begin()
+    assert second == first
+    kept.close()
+    with ThreadPoolExecutor(1) as thread:
+        _, third = thread.submit(begin).result()
+    assert not third & second
+    following.close()
+    assert begin()[1] == first
 
 
 @pytest.mark.parametrize("mib, workers", [(1, 1), (1, 3), (5, 2), (64, 4)])
@@ -171,8 +217,10 @@ def test_packing_buffer_is_bounded_and_aligned(mib, workers):
     _, start, size = buffers.region
     assert start % PAGE_BYTES == size % PAGE_BYTES == 0
     assert size == max(PAGE_BYTES, mib // 2 * PAGE_BYTES)
-    halves = sorted((half.data_ptr(), half.numel()) for half in buffers.free)
+    halves = [(one.data_ptr(), one.numel()) for pair in buffers.free for one in pair]
     assert len(halves) == 2 * workers
+    assert [length for _, length in halves] == sorted(length for _, length in halves)
+    halves.sort()
     ends = [start, *(at + length for at, length in halves)]
     assert all(end <= at for end, (at, _) in zip(ends, halves)) and ends[-1] <= start + size
     assert size - sum(length for _, length in halves) < 2 * workers * 64

@@ -162,7 +162,7 @@ def test_unknown_mode_stops_the_server(monkeypatch, value):
 
 
 @pytest.mark.parametrize(
-    "value, mib", [(None, 64), ("", 64), ("0", 0), ("0.5", 0), ("16", 16), ("16.9", 16)]
+    "value, mib", [(None, 128), ("", 128), ("0", 0), ("0.5", 0), ("16", 16), ("16.9", 16)]
 )
 def test_size_of_the_packing_buffer(monkeypatch, value, mib):
     if value is not None:

@@ -1,5 +1,6 @@
 """MemFabric registers a rank's pools in one batch, and copies them between processes."""
 
+import ctypes
 import functools
 from types import SimpleNamespace
 
@@ -61,6 +62,14 @@ class RecordingEngine:
         return self.engine.batch_register_memory(addresses, lengths)
 
 
+def keep_for_ever(library) -> None:
+    """Keeps MemFabric's engine until the process exits, as a server does.
+
+    One that ends before crashes the process once in fifty times.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(library))
+
+
 def test_rank_registers_in_one_batch(engine_calls, monkeypatch):
     import torch
     from memfabric_hybrid import create_config_store
@@ -76,6 +85,7 @@ def test_rank_registers_in_one_batch(engine_calls, monkeypatch):
     metadata = MetadataBuffers(8, 16, torch.float32, **METADATA)
     kv, aux = pool.get_contiguous_buf_infos(), metadata.get_buf_infos()
     engine = engine_calls.AscendTransferEngine(HOST, 0, DisaggregationMode.PREFILL)
+    keep_for_ever(engine.engine)
     engine.engine = recording = RecordingEngine(engine.engine)
     manager = engine_calls.AscendKVManager.__new__(engine_calls.AscendKVManager)
     manager.engine = engine

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from engine_release import NIGHTLY_IF_NOT_DEFAULT, nightly_if_not_default
+from engine_release import IS_DEFAULT, NIGHTLY_IF_NOT_DEFAULT, nightly_if_not_default
 from server_pairs import ended, make_pair, skip_if_unsupported, wait_for_peers
 from serving_checks import record, run_tool
 from serving_scenarios import SCENARIOS, Scenario
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.serving, pytest.mark.timeout(900)]
 RIGHT = {"ascend-mla_pp2_to_dp2", "nixl-tp2_to_4_replicated", "ascend-mla_pp2_retract"}
 RIGHT |= {"mooncake-pp2_odd_layers", "nixl-pp2_to_pp2"}
 RIGHT |= {"nixl-pp2_tp2_to_1", "mooncake-tp1_to_2"}  # KV heads are interleaved, and packed
-SLOW = {"mooncake-pp2_tp2_to_1"}  # one TCP message per token, layer and head
+SLOW = {"mooncake-pp2_tp2_to_1"}  # stock sends one TCP message per token, layer and head
 FEW = ("--lengths", "40", "--requests", "6")
 
 
@@ -50,11 +50,16 @@ def doctor(scenario: Scenario, *urls: str) -> list[dict]:
 
 
 def scenario_params(names: set[str], always: str) -> list:
+    """Returns the named scenarios as parameters, on other releases every second one.
+
+    All but `always` run nightly.
+    """
     marks = {always: NIGHTLY_IF_NOT_DEFAULT}
+    named = [one for one in SCENARIOS if one.name in names]
     return [
         pytest.param(one, id=one.name, marks=marks.get(one.name, [pytest.mark.nightly]))
-        for one in SCENARIOS
-        if one.name in names
+        for at, one in enumerate(named)
+        if IS_DEFAULT or at % 2 == 0 or one.name == always
     ]
 
 

@@ -75,6 +75,9 @@ class DeviceTensor(torch.Tensor):
     def untyped_storage(self):
         return self.host_tensor.untyped_storage()
 
+    def set_(self, storage) -> "DeviceTensor":
+        return DeviceTensor(self.host_tensor.set_(storage))  # a wrapper's shape never changes
+
 
 def _run(operator, *args, **kwargs):
     """Runs the operator on the host; its results are on the device that its arguments imply."""

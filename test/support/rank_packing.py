@@ -75,10 +75,10 @@ class PackingCommands:
     def shrink_packing_buffers(self, size: int) -> None:
         """Makes this prefill rank pack at most `size` bytes at a time.
 
-        Call it before the first request: from then on, threads have their buffers.
+        Call it while nothing is packed.
         """
         packing = self.manager.kv_args.packing
-        packing.free = [half[:size] for half in packing.free]
+        packing.free = [tuple(half[:size] for half in halves) for halves in packing.free]
 
     def report_units(self, does: bool) -> None:
         """Makes this prefill rank report, or not, which chunks decode must interleave."""

@@ -18,9 +18,10 @@ SETTLE_SECONDS = 5  # after which nothing of a finished request is kept
 # Interval at which later releases' Mooncake probes a peer after a failed write; NIXL's is 1 s.
 PROBE_SECONDS = 0.1
 PROBE_ENVIRONMENT = {"SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": str(PROBE_SECONDS)}
+HEARTBEAT_SECONDS = 2
 # For a decode rank: a server is lost after one failed heartbeat.
 HEARTBEAT = {
-    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": str(HEARTBEAT_SECONDS),
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
 }
 HANG_SECONDS = 3  # managers alone answer in less than 0.1 s

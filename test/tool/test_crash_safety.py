@@ -158,7 +158,7 @@ def bytes_before_and_after(toy, tmp_path):
 def change_numbers(toy) -> range:
     """The numbers of the changes to try; goes on beyond the last change.
 
-    All of the toy, which has a change of each kind; of real releases some.
+    All changes of the toy; of a release every third one, since each takes a copy of its files.
     """
     return range(0, 1000, 1 if toy.version == VERSION else 3)
 

@@ -48,11 +48,19 @@ def unwrap(text: str) -> str:
 
 
 def test_plan_of_pair_unservable_by_stock(plan):
+    """Its stages have unequal length."""
+    code, text, _ = plan("qwen3", "tp=4,pp=3", "tp=2,dp=2")
+    assert code == 0
+    assert re.search(r"stock +wrong +the position of decode's first V buffer", text)
+    assert "(mha-pp)" in text
+    assert re.search(r"patched +right", text)
+
+
+def test_plan_of_pair_with_equal_stages(plan):
     code, text, _ = plan("qwen3", "tp=4,pp=2", "tp=2,dp=2")
     assert code == 0
     assert "qwen3: GQA, 64 layers, 8 KV heads, bfloat16" in text
-    assert re.search(r"stock +wrong +GQA with prefill stages", text) and "(mha-pp)" in text
-    assert re.search(r"patched +right", text)
+    assert re.search(r"stock +right", text) and re.search(r"patched +right", text)
     assert re.search(r"prefill +8 +1 +TP 4 PP 2 +32\+32 +2 of 8 +32,768", text)
     assert re.search(r"decode +2 +2 +TP 1 PP 1 +64 +8 of 8 +262,144", text)
     assert re.search(r"TP 2 PP 1 +TP 0 PP 0 +32-63 +4-5 +32\.0 +64 to 65,536", text)
@@ -120,8 +128,8 @@ def test_plan_output_fits_terminal_width(plan, name, prefill, decode):
 
 
 def test_long_rows_are_wrapped(plan):
-    _, narrow, _ = plan("qwen3", "tp=4,pp=2", "tp=1")
-    _, wide, _ = plan("qwen3", "tp=4,pp=2", "tp=1", columns=200)
+    _, narrow, _ = plan("qwen3", "tp=4,pp=3", "tp=1")
+    _, wide, _ = plan("qwen3", "tp=4,pp=3", "tp=1", columns=200)
     (row,) = (row for row in wide.splitlines() if row.startswith("stock "))
     assert row not in narrow and all(word in narrow for word in row.split())
 

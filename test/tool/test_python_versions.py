@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSIONS = ("3.10", "3.13")  # the oldest and the newest; the others run beside the engine
+VERSIONS = ("3.10", "3.13")  # the oldest and the newest; the engine's environments have 3.11
 # The tool's own dependencies, and those of the two test suites.
 PACKAGES = ("libcst>=1.5", "msgspec>=0.18", "rich>=13", "tomli>=2", "typer>=0.16", "httpx")
 TEST_PACKAGES = (

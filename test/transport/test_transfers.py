@@ -1,5 +1,7 @@
 """Transfers over NIXL (UCX), Mooncake (TCP) and MemFabric; every byte on decode is compared."""
 
+import warnings
+
 import pytest
 from engine_release import SINCE_0_5_18, SINCE_0_5_23, slow_memfabric_marks, with_marks
 from fleet import Fleet, Side
@@ -116,10 +118,17 @@ def test_more_copies_than_the_device_queue_holds(serve):
 @pytest.mark.parametrize("name", sampled_for_other_releases(STOCK, slow_memfabric_marks))
 def test_stock(serve, name):
     fleet, state = STOCK[name]
-    with serve(same_widths(fleet), "stock", "stock") as servers:
-        seconds = HANG_SECONDS if state == "hang" else 8
-        outcome = servers.request([9, 2, 3], [0, 1, 2], seconds=seconds)
-        assert outcome.state in (state if isinstance(state, tuple) else [state]), outcome
+    wanted = state if isinstance(state, tuple) else (state,)
+    # MemFabric has once rejected a stock rank's first write, on a busy machine.
+    starts = 2 if fleet.backend == "ascend" and "failed" not in wanted else 1
+    for _ in range(starts):
+        with serve(same_widths(fleet), "stock", "stock") as servers:
+            seconds = HANG_SECONDS if state == "hang" else 8
+            outcome = servers.request([9, 2, 3], [0, 1, 2], seconds=seconds)
+        if outcome.state != "failed" or starts == 1:
+            break
+        warnings.warn(f"MemFabric rejected a write of stock: {outcome}", stacklevel=1)
+    assert outcome.state in wanted, outcome
 
 
 def test_stock_with_a_narrower_v(serve):

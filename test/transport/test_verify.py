@@ -164,7 +164,8 @@ def test_wrongly_packed_kv_fails_its_request(serve, backend, what):
         for decode in outcome.decode:
             assert decode["state"] == "failed", outcome
             assert "KV verification failed: " in decode["reason"], outcome
-            assert "first wrong page 0 of 4 (tokens 0 to 15), 4 in all" in decode["reason"], outcome
+            where = "first wrong page 0 of 4 (tokens 0 to 15 of those sent), 4 in all"
+            assert where in decode["reason"], outcome
         assert_right(servers, SRC, DST)
         assert_heads_moved(servers)
 
@@ -310,5 +311,20 @@ def test_verify_has_no_false_alarms(serve, examples, requests):
             for rank in servers.decode:
                 pairs = rank.call("verify_results")["pairs"].values()
                 assert {pair["requests"] for pair in pairs} == {requests}
+            assert_moves_heads(servers, fleet)
 
     all_right()
+
+
+def assert_moves_heads(servers, fleet: Fleet) -> None:
+    """Asserts that prefill packs heads for a larger decode TP, and decode interleaves a smaller's.
+
+    With MLA, or as many KV heads on each rank of both sides, neither has anything to do.
+    """
+    of_prefill, of_decode = (
+        1 if fleet.mla else max(1, fleet.kv_heads // side.tp)
+        for side in (fleet.prefill, fleet.decode)
+    )
+    packs = any(rank.call("health")["packed"] for rank in servers.prefill)
+    interleaves = any(rank.call("health")["interleaved"] for rank in servers.decode)
+    assert (packs, interleaves) == (of_prefill > of_decode, of_prefill < of_decode)

@@ -11,8 +11,8 @@ from types import ModuleType
 
 from pd_harness.cpu_host.import_hooks import on_import_of
 
-PACKED_LOG_LINE = "KV heads are packed"  # in prefill's log
-INTERLEAVED_LOG_LINE = "KV heads are interleaved"  # in decode's log
+PACKED_LOG_LINE = "First KV heads packed"  # in prefill's log
+INTERLEAVED_LOG_LINE = "First KV heads interleaved"  # in decode's log
 # Seconds that decode waits after it has interleaved one buffer of a block.
 PAUSE_VARIABLE = "SGLANG_PD_CPU_INTERLEAVING_PAUSE"
 

@@ -219,12 +219,6 @@ KNOWN_FAILURES = [
         v0_5_23=by_backend(HANGS),
     ),
     KnownFailure(
-        "mha-pp",
-        "GQA with prefill stages: layers are paired by position where heads are split",
-        lambda pair: pair.pp_differs and not pair.model.is_mla and pair.tp_differs,
-        v0_5_23=by_backend(WRONG),
-    ),
-    KnownFailure(
         "nixl-heads",
         "prefill has more ranks than KV heads, and decode more than prefill",
         lambda pair: when.replicates_on_decode(pair) and pair.tp[0] > pair.model.attention.total,

@@ -14,8 +14,8 @@ from sglang_pd.plan.pair import ServerPair
 TOKENS = 1024  # length of the request in the figures
 # How the KV heads of a request go to a rank that holds others: as whole rows, or token by token.
 WHOLE, PACKED, SLICED = "whole pages", "packed", "sliced"
-# What a worker packs at a time: half of its share if four share the default of 64 MiB.
-PACKING_BYTES = 8 << 20
+# What a worker packs at a time if no other packs: a quarter of the default of 128 MiB.
+PACKING_BYTES = 32 << 20
 
 
 class RankId(NamedTuple):

@@ -1,9 +1,13 @@
 """Decode's pipeline stages end the same requests in the same way, whatever each of them learns."""
 
+from types import SimpleNamespace
+
 import pp_stages
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.managers import scheduler_pp_mixin
+from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 
 pytestmark = pytest.mark.engine
 
@@ -64,3 +68,57 @@ def test_reason_names_the_other_stage(monkeypatch):
     )
     ended(CASES["failed on last"][0])
     assert reasons == ["the request failed on another pipeline stage, whose log has the reason"]
+
+
+class AdmittingQueue:
+    """A queue of requests to admit, of which some do not fit until `room` is raised."""
+
+    def __init__(self, rids: list[str], room: int):
+        self.queue = [SimpleNamespace(req=SimpleNamespace(rid=rid)) for rid in rids]
+        self.room, self.retracted_queue = room, []
+
+    def pop_preallocated(self, pp_good_rids, pp_bad_rids):
+        good = [one for one in self.queue if one.req.rid in pp_good_rids][: self.room]
+        bad = [one for one in self.queue if one.req.rid in pp_bad_rids]
+        self.room -= len(good)
+        self.queue = [one for one in self.queue if one not in (*good, *bad)]
+        return good, bad
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_stage_without_memory_admits_a_request_later(is_first):
+    """The first stage names a request once; it decides itself what fits."""
+    stage = object.__new__(SchedulerPPMixin)
+    stage.pp_group = SimpleNamespace(is_first_rank=is_first)
+    stage.disagg_decode_prealloc_queue = queue = AdmittingQueue(RIDS, room=1)
+    stage.disagg_decode_transfer_queue = admitted = []
+    assert stage.process_prealloc_queue([["1", "2"], []]) == [["1"], []]
+    assert stage.process_prealloc_queue(None) is None
+    queue.room = 2
+    later = [["2"], ["3"]] if not is_first else [[], ["3"]]
+    assert stage.process_prealloc_queue([[], ["3"]]) == later
+    assert stage.process_prealloc_queue([[], []]) == [[], []]
+    assert [one.req.rid for one in admitted] == ["1", *later[0]]
+
+
+def test_stock_stage_without_memory_never_admits_it():
+    stage = object.__new__(getattr(scheduler_pp_mixin, "EngineSchedulerPPMixin", SchedulerPPMixin))
+    stage.pp_group = SimpleNamespace(is_first_rank=False)
+    stage.disagg_decode_prealloc_queue = queue = AdmittingQueue(RIDS, room=1)
+    stage.disagg_decode_transfer_queue = []
+    assert stage.process_prealloc_queue([["1", "2"], []]) == [["1"], []]
+    queue.room = 2
+    assert stage.process_prealloc_queue([[], []]) == [[], []]
+    assert [one.req.rid for one in queue.queue] == ["2", "3"]
+
+
+def test_stage_that_takes_no_new_requests_drops_none_of_them():
+    """While it has retracted requests it admits no others."""
+    stage = object.__new__(SchedulerPPMixin)
+    stage.pp_group = SimpleNamespace(is_first_rank=False)
+    stage.disagg_decode_prealloc_queue = queue = AdmittingQueue(RIDS, room=3)
+    stage.disagg_decode_transfer_queue = []
+    queue.retracted_queue = ["4"]
+    assert stage.process_prealloc_queue([["1"], ["2"]]) == [[], []]
+    queue.retracted_queue = []
+    assert stage.process_prealloc_queue([[], []]) == [["1"], ["2"]]

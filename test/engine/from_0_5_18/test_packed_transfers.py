@@ -203,7 +203,7 @@ def packing_ranks(backend):
         fake_managers.give_memory(manager, seed)
     fake_managers.move_bytes(prefill)
     packing = PackingBuffers(prefill.kv_args.views, GQA_PAGE, nbytes=1, workers=1)
-    packing.free = [packing.memory[:CAPACITY], packing.memory[CAPACITY : 2 * CAPACITY]]
+    packing.free = [(packing.memory[:CAPACITY], packing.memory[CAPACITY : 2 * CAPACITY])]
     prefill.kv_args.packing = packing
     request_rooms(prefill, decode, ROOM, pages=DST)
     return prefill, decode

@@ -73,8 +73,8 @@ def make(make_prefill, monkeypatch):
             start_mooncake(manager)
         manager.make_packing(packed_sends.PACKING_THREADS)
         if rank.args.packing is not None:
-            halves = rank.args.packing.free
-            rank.args.packing.free = [half[:HALF_BYTES] for half in halves]
+            packing = rank.args.packing
+            packing.free = [tuple(one[:HALF_BYTES] for one in halves) for halves in packing.free]
         for decode in decodes:
             register(manager, decode)
         manager.ranks = (rank, *decodes)  # their memory is written to, whoever else keeps them
@@ -408,8 +408,17 @@ class WindowRank(Rank):
         args.state_item_lens, args.state_type = args.kv_item_lens, "swa"
 
 
-def test_decode_rank_that_is_silent_before_its_windows_have_arrived_cannot_succeed(make, model):
-    """All of KV and the metadata have; the windows do when the rank comes back."""
+def test_decode_rank_that_is_silent_before_its_windows_have_arrived_cannot_succeed(
+    make, model, monkeypatch
+):
+    """All of KV and the metadata have; the windows do just as the rank is found to be silent."""
+    waits, go_on = threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        waits.set()
+        go_on.wait(PATIENCE)
+
+    monkeypatch.setattr(packed_sends, "time", SimpleNamespace(sleep=sleep))
     silent, pages = WindowRank(0, 2), [3, 6]
     manager = make("nixl", WindowRank(0, 1, model), silent)
     agent = manager.agent
@@ -420,13 +429,17 @@ def test_decode_rank_that_is_silent_before_its_windows_have_arrived_cannot_succe
     def is_sending_windows() -> bool:
         return windows in [write.notification for write in agent.rounds(silent.name)]
 
-    assert wait_until(is_sending_windows, PATIENCE)
+    assert wait_until(is_sending_windows, PATIENCE) and waits.wait(PATIENCE)
     assert sender.poll() == KVPoll.Transferring and silent.has_received(model)
     assert agent.arrived[silent.name] == [b"7_kv_0_0_0", b"7_kv_1_1_0", b"7_aux_0"]
     manager.silent_peers = {silent.name: "decode does not answer"}
-    assert failure_of(sender).endswith("decode does not answer")
+    (chunk,) = (one for one in manager.transfers if isinstance(one, packed_sends.PackedTransfer))
+    assert manager.is_settled(chunk)
 
     agent.state_of = lambda write: "DONE"
+    go_on.set()
+    assert wait_until(lambda: chunk not in manager.transfers, PATIENCE)
+    assert failure_of(sender).endswith("decode does not answer")
 
     def settle() -> bool:
         manager.check_peers()

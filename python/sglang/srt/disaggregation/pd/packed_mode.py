@@ -8,7 +8,7 @@ VARIABLE = "SGLANG_PD_PACKED"
 # NZ tiles: a token's bytes do not lie together in its page, so that it has no row.
 TILED_VARIABLE = "SGLANG_USE_FIA_NZ"
 MEMORY_VARIABLE = "SGLANG_PD_PACKING_MIB"
-MEMORY_MIB = 64
+MEMORY_MIB = 128
 
 
 def is_packed_mode() -> bool:

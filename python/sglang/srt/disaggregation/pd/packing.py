@@ -3,8 +3,8 @@
     pool, tokens 4 5 6    a0 b0 | a1 b1 | a2 b2
     packing buffer        b0 b1 b2                 one copy, to a decode rank that holds only b
 
-Each worker has two halves of a region: it fills one while the other is sent. `kv_layout.packed` has
-the rule.
+For each unit a worker borrows two halves of a region: it fills one while the other is sent.
+`kv_layout.packed` has the rule.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -57,10 +58,28 @@ def pack(
         torch.index_select(source, 0, steps, out=packed)
 
 
-class Worker(threading.local):
-    """The two halves of the calling thread's region; empty before it has packed."""
+@dataclass(eq=False)
+class Loan:
+    """The region that a unit is packed into."""
 
-    halves: Sequence[torch.Tensor] = ()
+    halves: tuple[torch.Tensor, torch.Tensor]
+
+
+class Worker(threading.local):
+    """What the calling thread has borrowed for its unit; None if it packs nothing."""
+
+    loan: Loan | None = None
+
+
+def sizes_of_halves(nbytes: int, workers: int) -> list[int]:
+    """Returns the bytes of one half of each region, the largest last.
+
+    One region has half of the memory, because a transfer engine takes less time for few large
+    rounds, and mostly one worker packs; the others share the rest.
+    """
+    others = [nbytes // (4 * (workers - 1))] * (workers - 1) if workers > 1 else []
+    largest = nbytes // (4 if others else 2)
+    return [size // 64 * 64 for size in (*others, largest)]
 
 
 class PackingBuffers:
@@ -68,6 +87,7 @@ class PackingBuffers:
 
     Attributes:
         memory: uint8, on the pools' device.
+        free: Regions that no worker has borrowed, the largest last.
     """
 
     def __init__(self, views: PoolViews, page_size: int, nbytes: int, workers: int):
@@ -81,8 +101,12 @@ class PackingBuffers:
         held = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device=views.device)
         first = -held.data_ptr() % PAGE_BYTES
         self.memory = held[first : first + size]
-        half = size // (2 * workers) // 64 * 64
-        self.free = [self.memory[i * half : (i + 1) * half] for i in range(2 * workers)]
+        self.free: list[tuple[torch.Tensor, torch.Tensor]] = []
+        at = 0
+        for half in sizes_of_halves(size, workers):
+            region = self.memory[at : at + 2 * half]
+            self.free.append((region[:half], region[half:]))
+            at += 2 * half
         self.worker = Worker()
         self.lock = threading.Lock()
         self.executor = ThreadPoolExecutor(workers, thread_name_prefix="packing")
@@ -111,30 +135,46 @@ class PackingBuffers:
         Raises:
             LayoutError: As for `PackedPlan.rounds`.
         """
-        halves, views = self._halves(), getattr(self.views, what)
-        rounds = plan.rounds(src_pages, dst_pages, halves[0].numel())
-        yield plan.copies(src_pages, dst_pages), not rounds
+        loan, views = self._borrow(), getattr(self.views, what)
         packing: Future[Copies] | None = None
         try:
-            for one, half in zip([*rounds, None], itertools.cycle(halves)):
+            rounds = plan.rounds(src_pages, dst_pages, loan.halves[0].numel())
+            yield plan.copies(src_pages, dst_pages), not rounds
+            for one, half in zip([*rounds, None], itertools.cycle(loan.halves)):
                 packed = packing
                 packing = one and self.executor.submit(self._pack, one, views, half)
                 if packed is not None:
                     yield packed.result(), packing is None
-        finally:  # a caller that stops early packs another unit into these halves
+        finally:  # another unit will be packed into these halves, also if the caller stops early
             if packing is not None and not packing.cancel():
                 wait([packing])
+            self._give_back(loan)
 
     def _pack(self, one: PackingRound, views: list[torch.Tensor], half: torch.Tensor) -> Copies:
         with torch.inference_mode(), side_stream(half.device):
             pack(one, views, self.page_size, half)
         return one.copies(half.data_ptr())
 
-    def _halves(self) -> list[torch.Tensor]:
-        if not self.worker.halves:
+    def _borrow(self) -> Loan:
+        """Lends the largest free region; again the same one if the thread's last unit is not over.
+
+        It is not over if it failed and is kept, as by an error's traceback.
+        """
+        if self.worker.loan is not None:
+            halves = self.worker.loan.halves
+        else:
             with self.lock:
-                self.worker.halves = [self.free.pop(), self.free.pop()]
-        return self.worker.halves
+                halves = self.free.pop()
+        self.worker.loan = Loan(halves)
+        return self.worker.loan
+
+    def _give_back(self, loan: Loan) -> None:
+        if self.worker.loan is not loan:
+            return  # the region is lent again
+        self.worker.loan = None
+        with self.lock:
+            self.free.append(loan.halves)
+            self.free.sort(key=lambda halves: halves[0].numel())
 
 
 def copies_of_unit(
@@ -175,8 +215,8 @@ def make_packing_buffers(args: KVArgs, workers: int) -> PackingBuffers | None:
     row = max(buffer.page_bytes for buffer in split) // layout.page_size
     try:
         packing = PackingBuffers(views, layout.page_size, nbytes, workers)
-        if (half := packing.free[0].numel()) < row:
-            raise RuntimeError(f"each of {workers} workers has {half} bytes, a row {row}")
+        if (half := packing.free[0][0].numel()) < row:
+            raise RuntimeError(f"a worker may get only {half} bytes at a time, and a row has {row}")
     except RuntimeError as error:  # or out of memory
         logger.warning(
             f"Too little memory to pack KV heads ({error}); they are sent token by token to decode "

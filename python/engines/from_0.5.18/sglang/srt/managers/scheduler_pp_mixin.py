@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import CommonKVReceiver
@@ -16,6 +17,37 @@ FAILED_ON_STAGE = "the request failed on another pipeline stage, whose log has t
 
 
 class SchedulerPPMixin(EngineSchedulerPPMixin):
+    # What earlier stages have done and this one still must do: requests to admit, and to drop.
+    postponed_rids: list[list[str]] = PerInstance(lambda: [[], []])
+
+    def process_prealloc_queue(
+        self, prealloc_rids: list[list[str]] | None
+    ) -> list[list[str]] | None:
+        """Decode: admits the requests that are ready on all stages; drops those that failed on one.
+
+        Extends the engine's, by which a later stage that lacks memory for a request just then, as
+        while prefill may still write to pages of one that failed, never admits it: the first stage
+        names it only once.
+
+        Args:
+            prealloc_rids: The requests to admit, and those to drop; None in a round without an
+                exchange.
+
+        Returns:
+            Which of these this stage has admitted and dropped, for the next stage; None for None.
+        """
+        if prealloc_rids is None or self.pp_group.is_first_rank:
+            return super().process_prealloc_queue(prealloc_rids)
+        held = {request.req.rid for request in self.disagg_decode_prealloc_queue.queue}
+        wanted = [
+            [*(rid for rid in before if rid in held), *rids]
+            for before, rids in zip(self.postponed_rids, prealloc_rids, strict=True)
+        ]
+        done = super().process_prealloc_queue(wanted)
+        ended = {rid for rids in done for rid in rids}
+        self.postponed_rids = [[rid for rid in rids if rid not in ended] for rids in wanted]
+        return done
+
     def _pp_pd_get_decode_transferred_ids(self) -> list[list[str]]:
         """Decode: returns requests that are over on all stages so far, and which of them failed.
 

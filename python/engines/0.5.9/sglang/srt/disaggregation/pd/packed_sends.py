@@ -122,11 +122,22 @@ class PackedSends:
                 manager.now_sending.note(peer, room, transfer.what, plan)
                 notification = transfer.notification if is_last else b""
                 write = manager.start_copies(peer, room, copies, notification)
-                while not manager.has_finished(write):
-                    if transfer.abandon_reason:
-                        manager.abandon(write, transfer.abandon_reason)
-                        return transfer.abandon_reason
+                while not self._is_over(write, transfer):
                     time.sleep(POLL_SECONDS)
+                if write.abandon_reason:
+                    return write.abandon_reason
                 if write.outcome:
                     return write.outcome
         return ""
+
+    def _is_over(self, write: Transfer, transfer: PackedTransfer) -> bool:
+        """Whether a round is written, or is abandoned because its chunk is.
+
+        A round of an abandoned chunk must be abandoned before its state is checked, or decode could
+        conclude the room as a success: see `NixlTransfers._invalidate`.
+        """
+        with self.manager.agent_lock:
+            if transfer.abandon_reason:
+                self.manager.abandon(write, transfer.abandon_reason)
+                return True
+            return self.manager.has_finished(write)
