@@ -1,0 +1,150 @@
+"""What went wrong in a fleet, read off its servers' metrics alone."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import zmq
+from disconnects import CLIENTS, disconnect_clients
+from server_metrics import failures, name_for_decode, name_for_prefill, open_rooms, sums, total
+from server_pairs import LOGS, ask_both, assert_freed, assert_right_answers, make_pair, restart
+from serving_checks import stopped
+from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, model_folder, prompts
+from test_serving import rank_address
+from three_servers import HEARTBEATS, SILENT
+
+from pd_harness import cluster
+from pd_harness.cluster import Server, Topology
+from pd_harness.polling import wait_until
+from pd_harness.ports import free_ports
+
+pytestmark = [pytest.mark.serving, pytest.mark.nightly, pytest.mark.timeout(900)]
+
+PATIENCE = 120  # seconds, for an answer
+SETTLE_SECONDS = 20  # for metrics to say so
+FITS = {"input_ids": [5, 6, 7, 8]}
+SAMPLING = {"sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+POOL = 2048  # tokens of prefill's pool
+BACKENDS = ["nixl", "mooncake"]
+
+
+@contextlib.contextmanager
+def metered_pair(
+    backend: str, case: str, decode_page: int = 16, **environment: str
+) -> Iterator[tuple[Server, Server]]:
+    """Runs a prefill and a decode server with metrics; each has answered nothing yet."""
+    topology, logs = Topology(backend, page_size=16), LOGS / f"metrics-{case}-{backend}"
+    given = ("patched", model_folder(FIVE_LAYERS), logs, *free_ports(1))
+    both = {"metrics": True, "environment": {**SILENT, **HEARTBEATS, **environment}}
+    prefill = cluster.prefill_server(topology, *given, max_tokens=POOL, **both)
+    decode = cluster.decode_server(Topology(backend, page_size=decode_page), *given, **both)
+    with cluster.running([prefill, decode]):
+        yield prefill, decode
+
+
+def ask(prefill: Server, decode: Server, body: dict = FITS) -> int:
+    """Asks both servers; returns the answer's status."""
+    answer, _ = ask_both(prefill, decode, body | SAMPLING, PATIENCE)
+    return answer.status_code
+
+
+def assert_becomes(read, expected) -> None:
+    """Asserts that metrics say so soon."""
+    wait_until(lambda: read() == expected, SETTLE_SECONDS, 0.5)
+    assert read() == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_clients_that_leave_are_told_from_failures(backend, reference):
+    """Each request ends once on each server; those that clients left count as aborted."""
+    label, topology = f"metrics-clients-{backend}", Topology(backend, prefill_pp=2)
+    servers = make_pair(label, topology, FIVE_LAYERS, metrics=True)
+    prefill, decode, _ = servers
+    with cluster.running(servers):
+        assert_right_answers(servers, reference(FIVE_LAYERS, NEW_TOKENS), PATIENCE)
+        assert disconnect_clients(servers, "both", seed=0) == 0
+        assert_freed(prefill, decode)
+        for server, peer in (
+            (prefill, name_for_prefill(decode)),
+            (decode, name_for_decode(prefill)),
+        ):
+            assert_becomes(lambda server=server: open_rooms(server), {})
+            ended = sums(server, "requests_total", "ended")
+            assert sum(ended.values()) <= CLIENTS + len(prompts()), ended
+            assert ended[("aborted",)] > CLIENTS / 10 and ("failed",) not in ended, ended
+            found = failures(server)
+            assert {reason for _, reason in found} <= {"aborted_by_client", "aborted_by_peer"}
+            assert {one for one, _ in found} <= {peer, "unknown"}, found
+            assert not total(server, "lost_events_total")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dead_and_stopped_decode_servers_are_named(backend):
+    with metered_pair(backend, "decode") as (prefill, decode):
+        peer = name_for_prefill(decode)
+        assert ask(prefill, decode) == 200
+        assert_becomes(lambda: sums(prefill, "peers", "kind")[("patched",)], 1)
+        with stopped(decode), ThreadPoolExecutor(1) as pool:
+            lost = pool.submit(ask, prefill, decode)
+            assert_becomes(lambda: sums(prefill, "peers", "kind")[("silent",)], 1)
+        lost.result()
+        assert wait_until(lambda: ask(prefill, decode) == 200, PATIENCE, 1)
+        assert_becomes(lambda: sums(prefill, "peers", "kind")[("silent",)], 0)
+        before = failures(prefill)
+        assert {one for one, _ in before} <= {peer, "unknown"}
+        decode.stop()
+        restart(decode)
+        assert wait_until(lambda: ask(prefill, decode) == 200, PATIENCE, 1)
+        assert not total(prefill, "lost_events_total")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dead_prefill_server_is_named(backend):
+    with metered_pair(backend, "prefill") as (prefill, decode):
+        peer = name_for_decode(prefill)
+        assert ask(prefill, decode) == 200
+        with stopped(prefill), ThreadPoolExecutor(1) as pool:
+            lost = pool.submit(
+                ask_both, prefill, decode, FITS | SAMPLING, PATIENCE, to_prefill=False
+            )
+            assert_becomes(lambda: failures(decode), {(peer, "peer_lost"): 1})
+            assert lost.result()[0].status_code >= 500
+        assert total(decode, "requests_total", ended="failed") == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_refused_servers_and_rejected_requests_are_told_apart(backend):
+    too_long = {"input_ids": list(range(1, POOL + 200))}
+    with metered_pair(backend, "rejected") as (prefill, decode):
+        assert ask(prefill, decode) == 200
+        assert ask(prefill, decode, too_long) >= 400
+        assert_becomes(lambda: {why for _, why in failures(decode)}, {"rejected"})
+        assert_becomes(lambda: {why for _, why in failures(prefill)}, {"rejected"})
+    with metered_pair(backend, "refused", decode_page=32) as (prefill, decode):
+        assert ask(prefill, decode) >= 500
+        assert_becomes(lambda: {why for _, why in failures(decode)}, {"refused"})
+
+
+def test_stray_messages_are_counted():
+    topology = Topology("nixl")
+    with metered_pair("nixl", "stray") as (prefill, decode):
+        assert ask(prefill, decode) == 200
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.setsockopt(zmq.LINGER, 5000)
+            socket.connect(rank_address(prefill, topology.prefill_pp - 1, 0))
+            socket.send(b"hello")
+        assert_becomes(lambda: total(prefill, "malformed_messages_total"), 1)
+        assert ask(prefill, decode) == 200
+        assert not failures(prefill) and not failures(decode)
+
+
+def test_idle_servers_count_nothing():
+    """Health checks are no requests."""
+    with metered_pair("nixl", "idle") as (prefill, decode):
+        time.sleep(3)
+        for server in (prefill, decode):
+            assert server.is_ready(cluster.httpx.Client(trust_env=False))
+            assert not total(server, "requests_total") and not failures(server)
+            assert not total(server, "stalls_total"), sums(server, "stalls_total", "where")
