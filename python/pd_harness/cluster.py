@@ -295,8 +295,8 @@ def engine_server(
     yields its core (`cpu_host.idle`). ``kv_dtype`` is the KV pool's dtype, "auto" the model's.
     With ``draft``, a draft model's folder, the server speculates; with ``metrics`` it has
     ``/metrics``. ``options`` are added to its command, ``environment`` to its environment. With
-    ``fork`` its processes are forks where possible, see `forks`. On NPUs each rank has one, from ``first_npu`` on; attention and page
-    size are then fixed, and nothing is forked.
+    ``fork`` its processes are forks where possible, see `forks`. On NPUs each rank has one, from
+    ``first_npu`` on; attention and page size are then fixed, and nothing is forked.
     """
     port, nccl_port = free_ports(2)
     on_npu = device() == "npu"
