@@ -61,6 +61,11 @@ DIGESTS |= {"digests, ms": "{digest ms:.0f}"}
 FIRST_TOKEN = {"prompt, tokens": "{tokens:,}", "without, ms": "{off:.0f}", "with, ms": "{on:.0f}"}
 FIRST_TOKEN |= {"ratio": "{ratio:.2f}", "noise": "{noise:.2f}"}
 
+FIRST_TOKEN_BY_MODE = {"prompt, tokens": "{tokens:,}", "off, ms": "{off:.1f}"}
+FIRST_TOKEN_BY_MODE |= {"lines, ms": "{lines:.1f}", "metrics, ms": "{metrics:.1f}"}
+FIRST_TOKEN_BY_MODE |= {"lines / off": "{lines ratio:.3f}", "metrics / off": "{metrics ratio:.3f}"}
+FIRST_TOKEN_BY_MODE |= {"noise": "{noise:.3f}"}
+
 SCALE = {"backend": "{backend}", "ranks": "{ranks:d}", "engine": "{engine}"}
 SCALE |= {"known s": "{meet_s:.3g}", "CPU s": "{meet_cpu_s:.3g}"}
 SCALE |= {"ms per pair": "{meet_ms_a_pair:.3g}"}

@@ -9,6 +9,7 @@ from bench_common import (
     CPU_COPY,
     DIGESTS,
     FIRST_TOKEN,
+    FIRST_TOKEN_BY_MODE,
     GROWTH,
     PLAN,
     PLAN_PACKED,
@@ -37,7 +38,7 @@ ENGINE_PAIRS = ("stock", "patched", "stock-to-patched", "patched-to-stock")
 def report_lines() -> list[str]:
     """The lines of the whole report."""
     measured = (planning, packed_heads, cpu_copy, scenarios, drafts, serving_speed, scale)
-    proven = (verified, verify_cost)
+    proven = (verified, verify_cost, metrics_cost)
     attacked = (faults, attacks, hang_ups, event_loop, back_off, soak)
     return [
         f"# Evidence: SGLang {RELEASE}",
@@ -281,6 +282,16 @@ same pages. Without the variable nothing is computed, stored or sent."""
         *section(digests, DIGESTS, bench_rows("verify", "digests")),
         *section(first_token, FIRST_TOKEN, bench_rows("verify", "serving")),
     ]
+
+
+def metrics_cost() -> list[str]:
+    """A table of times to the first token, without and with metrics."""
+    text = """\
+The cost of metrics (`scripts/bench.sh metrics`): milliseconds to the first token over NIXL, TP 1 to
+1, with nothing noted, with request lines (`SGLANG_PD_REQUEST_LOG`), and with `--enable-metrics`,
+which are also the engine's own; in turns."""
+    rows = bench_rows("metrics")
+    return [*section(text, FIRST_TOKEN_BY_MODE, rows), *misses("metrics")]
 
 
 def faults() -> list[str]:
