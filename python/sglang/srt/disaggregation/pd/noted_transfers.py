@@ -84,8 +84,8 @@ class NotedTransfers:
         kinds: Dict[str, str] = {}
         for name, info in list(self.decode_kv_args_table.items()):
             kind = "patched" if info.layout_frame else "stock"
-            if name in self.silent_peers:
-                kind = "silent"
+            if name in self.silent_peers or getattr(info, "needs_retry", False):
+                kind = "silent"  # or NIXL has released it after a long silence
             elif info.refusal:
                 kind = "refused"
             kinds[info.server] = min(kind, kinds.get(info.server, kind), key=KINDS.index)

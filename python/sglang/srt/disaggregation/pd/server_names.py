@@ -6,12 +6,14 @@ from typing import Any
 
 from sglang.srt.disaggregation.kv_layout import LayoutError, decode_layout
 
-WILDCARDS = ("", "0.0.0.0", "::", "[::]")
+# Addresses of which each node has its own. The engine listens at the first by default, behind a
+# router on the same node.
+OF_ANY_NODE = ("127.0.0.1", "localhost", "::1", "", "0.0.0.0", "::", "[::]")
 MAX_NAME = 100
 
 
 def own_server_name(scheduler: Any) -> str:
-    """Returns this server's name; without a host if it listens at all addresses of its only node.
+    """Returns this server's name; without a host if that says nothing of its only node.
 
     Empty if the scheduler does not know it.
     """
@@ -22,7 +24,7 @@ def own_server_name(scheduler: Any) -> str:
     host = getattr(args, "host", None) or ""
     if getattr(args, "nnodes", 1) > 1 and first_node:
         host = first_node.rpartition(":")[0]
-    return f"{'' if host in WILDCARDS else host}:{port}"
+    return f"{'' if host in OF_ANY_NODE else host}:{port}"
 
 
 def server_name(layout_frame: bytes, address: str) -> str:

@@ -75,8 +75,8 @@ PEERS = Metric(
     is_of_server=True,
 )
 MALFORMED = _counter("malformed_messages", "Messages dropped as unreadable.", "side")
-VERIFIED = _counter("verified_requests", "Requests whose KV was compared.", "peer")
-MISMATCHED = _counter("verified_mismatches", "Requests whose KV differed.", "peer")
+VERIFIED = _counter("verified_requests", "Requests whose KV a rank compared.", "peer")
+MISMATCHED = _counter("verified_mismatches", "Requests whose KV differed on a rank.", "peer")
 STALLS = _counter(
     "stalls", "Times that KV transfer held up the scheduler for over 50 ms.", "side", "where"
 )

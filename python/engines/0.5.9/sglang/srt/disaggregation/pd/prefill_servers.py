@@ -10,6 +10,7 @@ unhealthy     so do requests to a server that answers no heartbeat; its ranks ma
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -153,7 +154,8 @@ class PrefillServers:
         for address, known in list(self.prefill_servers.items()):
             kinds[address] = "patched" if known.takes_aborts else "stock"
             _, place = self.seen_ranks.get(address, (None, None))
-            if place and PeerSocket.to(*place).silent_for() >= self.silent_seconds:
+            # Infinite: it was sent nothing yet.
+            if place and self.silent_seconds <= PeerSocket.to(*place).silent_for() < math.inf:
                 kinds[address] = "silent"
         return count_kinds(kinds)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 from concurrent.futures import Future, TimeoutError
@@ -191,9 +192,9 @@ class PrefillServers:
             self.incompatible.pop(failed_bootstrap_addr, None)
 
     def has_silent_socket(self, rank: dict) -> bool:
-        """Returns whether this prefill rank is silent, of those that were requested a room."""
+        """Returns whether this prefill rank is silent; False for one that was sent nothing yet."""
         socket = PeerSocket.to(rank["rank_ip"], rank["rank_port"])
-        return socket.silent_for() >= self.silent_seconds
+        return self.silent_seconds <= socket.silent_for() < math.inf
 
     def is_silent(self, rank: dict) -> bool:
         """Returns whether requests to this prefill rank must fail; keeps trying to reach it."""
