@@ -61,9 +61,9 @@ def test_table_joins_both_sides(trace):
     assert code == 0
     (row,) = [line for line in text.splitlines() if re.search(r"\b7\b.*decode:30000", line)]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells[:6] == ["7", "decode:30000", "packed", "100", "2.0", "6"]
-    assert cells[6:9] == ["1.000", "2.000", "0.900"]  # of the slowest rank
-    assert cells[9:14] == ["1.000", "2.000", "0.500", "0.100", "0.200"]
+    assert cells[:7] == ["7", "prefill:8998", "decode:30000", "packed", "100", "2.0", "6"]
+    assert cells[7:10] == ["1.000", "2.000", "0.900"]  # of the slowest rank
+    assert cells[10:15] == ["1.000", "2.000", "0.500", "0.100", "0.200"]
     assert cells[-1] == "success"
 
 
@@ -124,6 +124,14 @@ def test_clocks_that_differ_are_aligned(trace, off):
     shown = float(re.search(r"decode's clock is off by about (-?[0-9.]+) s", text)[1])
     assert abs(shown - off) < 0.01
     assert "0 to 3.800 s" in text or "0 to 3.8" in text
+
+
+def test_clocks_of_a_failed_request_are_aligned_by_what_decode_asked():
+    lost = {"ended": "failed", "kind": "peer_lost"}
+    (began,) = join([prefill(seconds=(1.0, 2.0), **lost), decode(opened=50.0, seconds=(1.0,))])
+    assert began.decode_shift == -50.0
+    (waited,) = join([prefill(seconds=(1.0,), **lost), decode(opened=50.0, seconds=(1.0,))])
+    assert waited.decode_shift == 0.0
 
 
 def test_unknown_room_is_refused(trace):

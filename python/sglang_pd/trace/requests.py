@@ -91,14 +91,19 @@ class Request:
         """Seconds to add to decode's clock: the least that puts causes before their effects.
 
         Decode asks before prefill knows of it, and has everything only after prefill has sent it.
+        Of a failed request, which may not have come so far, prefill must at least have begun.
         """
         asks = [_end(one, ("allocating",)) for one in self.ranks["decode"]]
-        asked = [_end(one, ("bootstrapping",)) for one in self.ranks["prefill"]]
+        began = [one for one in self.ranks["prefill"] if "prefilling" in one.seconds]
+        asked = [_end(one, ("bootstrapping",)) for one in began]
+        if not (asks and asked):
+            return 0.0
+        most = max(asked) - max(asks)
+        if self.failure:
+            return min(0.0, most)
         sent = [_end(one, STATES["prefill"]) for one in self.ranks["prefill"]]
         arrived = [_end(one, ARRIVED) for one in self.ranks["decode"]]
-        if self.failure or not (asks and asked):
-            return 0.0
-        least, most = max(sent) - max(arrived), max(asked) - max(asks)
+        least = max(sent) - max(arrived)
         return (least + most) / 2 if least > most else min(max(0.0, least), most)
 
     def bars(self) -> Iterator[tuple[str, str, str, float, float]]:
@@ -141,14 +146,15 @@ def read(files: Iterable[Path]) -> Trace:
     decoder = msgspec.json.Decoder(Record)
     records, unread = [], 0
     for file in files:
-        for line in file.read_bytes().splitlines():
-            try:
-                record = decoder.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError):  # a line may be half written
-                unread += 1
-                continue
-            unread += record.side not in SIDES
-            records += [record] if record.side in SIDES else []
+        with file.open("rb") as lines:
+            for line in lines:
+                try:
+                    record = decoder.decode(line)
+                except (msgspec.MsgspecError, UnicodeDecodeError):  # a line may be half written
+                    unread += 1
+                    continue
+                unread += record.side not in SIDES
+                records += [record] if record.side in SIDES else []
     return Trace(join(records), unread)
 
 
