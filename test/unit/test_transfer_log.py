@@ -237,6 +237,18 @@ def test_unchanged_series_are_not_written(tmp_path):
     assert {name for name in before if before[name] != after[name]} == {"counter_sglang-pd-1-0.db"}
 
 
+def test_idle_rank_writes_nothing(tmp_path, monkeypatch):
+    rooms, written = rank_rooms(), []
+    writer = transfer_log._Writer(transfer_log.deque(), rooms, dict, str(tmp_path), None)
+    monkeypatch.setattr(writer.files, "write", written.append)
+    for _ in range(3):
+        writer.write()
+    assert written == [rooms.series]
+    rooms.series.add(series_module.MALFORMED, 1, "prefill")
+    writer.write()
+    assert len(written) == 2
+
+
 def test_full_disk_leaves_the_earlier_file(tmp_path, monkeypatch):
     series = Series()
     series.add(series_module.MALFORMED, 1, "prefill")

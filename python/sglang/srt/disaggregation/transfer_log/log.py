@@ -136,6 +136,7 @@ class _Writer:
         self.events, self.rooms, self.peers, self.records = events, rooms, peers, records
         owner = f"sglang-pd-{os.getpid()}-{next(_numbers)}"
         self.files = SeriesFiles(Path(folder), owner) if folder else None
+        self.changes = -1  # as of the last write of `files`
         self.failing: Set[str] = set()
 
     def run(self) -> None:
@@ -175,5 +176,8 @@ class _Writer:
             raise
 
     def _write_series(self) -> None:
-        if self.files is not None:
-            self.files.write(self.rooms.series)
+        series = self.rooms.series
+        if self.files is not None and series.changes != self.changes:
+            changes = series.changes
+            self.files.write(series)
+            self.changes = changes

@@ -105,12 +105,17 @@ class Histogram:
 
 
 class Series:
-    """Values of counters and gauges, and histograms, by metric and the values of its labels."""
+    """Values of counters and gauges, and histograms, by metric and the values of its labels.
+
+    Attributes:
+        changes: How many changes there were, so that an unchanged series need not be written.
+    """
 
     def __init__(self, activity: Optional[PeerActivity] = None):
         """activity: Of peers, shared with the ranks whose series are added to these."""
         self.values: Dict[Tuple[Metric, Labels], float] = {}
         self.histograms: Dict[Tuple[Metric, Labels], Histogram] = {}
+        self.changes = 0
         self._activity = activity or PeerActivity()
         self._peers: Set[str] = set()
         self._active: Set[str] = set()  # since the last call of `expire`
@@ -118,8 +123,7 @@ class Series:
 
     def add(self, metric: Metric, amount: float, *labels: str) -> None:
         """Adds to a counter."""
-        key = (metric, labels)
-        self.values[key] = self.values.get(key, 0.0) + amount
+        self.set(metric, self.values.get((metric, labels), 0.0) + amount, *labels)
 
     def add_failure(self, at: float, *labels: str) -> None:
         """Counts a failed request.
@@ -133,11 +137,14 @@ class Series:
 
     def set(self, metric: Metric, value: float, *labels: str) -> None:
         """Sets a gauge."""
-        self.values[metric, labels] = value
+        if self.values.get((metric, labels)) != value:
+            self.values[metric, labels] = value
+            self.changes += 1
 
     def observe(self, metric: Metric, seconds: float, *labels: str) -> None:
         """Adds seconds to a histogram."""
         self.histograms.setdefault((metric, labels), Histogram()).add(seconds)
+        self.changes += 1
 
     def peer(self, name: str) -> str:
         """Returns the label of a server with which something happens now."""
@@ -168,6 +175,7 @@ class Series:
         for metric, labels in [one for one in self.values if one[0] is RECENT_FAILURES]:
             if labels not in recent:
                 del self.values[metric, labels]
+                self.changes += 1
         for labels, count in recent.items():
             self.set(RECENT_FAILURES, count, *labels)
 
@@ -180,6 +188,7 @@ class Series:
             for metric, labels in list(table):
                 if "peer" in metric.labels and labels[metric.labels.index("peer")] in gone:
                     del table[metric, labels]
+                    self.changes += 1
 
     def samples(self) -> Iterator[Tuple[Metric, str, Dict[str, str], float]]:
         """Yields each sample: its metric, name, labels and value, as Prometheus's files have them.
