@@ -362,6 +362,7 @@ REASONS = {
 UNEXPECTED = {
     "decode X requested room X and is not registered with this prefill rank",
     "Prefill could not wait for the pages of a cached prefix: X",
+    "decode could not restore the cached prefix from HiCache",
     "Prefill failed: X",  # what prefill says decides
 }
 CALLS = ("record_failure", "fail", "_fail", "abort_room", "conclude_failure", "fail_room")

@@ -67,8 +67,7 @@ def show(trace: Trace, requests: Sequence[Request], console: Console) -> None:
     names = [Column(f"{side[0].upper()} {state}", justify="right") for side, state in states]
     table = Table(
         "room",
-        "prefill",
-        "decode",
+        "from, to",
         "sent as",
         *(Column(name, justify="right") for name in figures),
         *names,
@@ -80,8 +79,7 @@ def show(trace: Trace, requests: Sequence[Request], console: Console) -> None:
         ended = Text(request.failure or "success", style="red" if request.failure else "green")
         table.add_row(
             str(request.room),
-            request.prefill,
-            request.decode,
+            f"{request.prefill}\n{request.decode}",
             ", ".join(request.paths),
             f"{request.tokens:,}",
             f"{request.bytes / 2**20:.1f}",
@@ -94,9 +92,7 @@ def show(trace: Trace, requests: Sequence[Request], console: Console) -> None:
         medians = [_median([one.seconds(*state) for one in trace.requests]) for state in states]
         total = _median([one.total for one in trace.requests])
         table.add_section()
-        table.add_row(
-            "median of all", "", "", "", "", "", "", *map(_seconds, (*medians, total)), ""
-        )
+        table.add_row("median of all", "", "", "", "", "", *map(_seconds, (*medians, total)), "")
     console.print(table)
     kinds = Counter(one.failure for one in trace.requests if one.failure)
     for kind, count in kinds.most_common():
