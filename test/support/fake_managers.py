@@ -522,6 +522,8 @@ def register(prefill, decode, is_described: bool = True) -> None:
 
 def send_metadata(prefill, decode, room: int, **more) -> None:
     """Lets prefill read a decode rank's request for a room."""
+    if IS_0_5_18:
+        fakes_0_5_18.note_reader(prefill, decode)
     process_messages(prefill, metadata_message(decode, room, **more))
 
 
@@ -559,7 +561,9 @@ class UntilEmpty:
         self.queue = queue
 
     def get(self):
-        if not len(self.queue):
+        if not _queued_in(self.queue):
+            self.queue.put(None)
+            self.queue.get()  # a worker has ended its chunk once it asks for the next one
             raise EndOfMessages
         return self.queue.get()
 
@@ -604,6 +608,10 @@ def finish_failed(side) -> str:
 def queued_chunks(prefill) -> int:
     """Counts the chunks in the transfer queue."""
     (queue,) = set(prefill.transfer_queues)
+    return _queued_in(queue)
+
+
+def _queued_in(queue) -> int:
     return len(queue._buf) if isinstance(queue, FastQueue) else len(queue)
 
 

@@ -35,6 +35,7 @@ def complete(manager, backend: str) -> None:
         manager.transfer_source_rank = 0
     if hasattr(manager, "prefill_response_tracker"):
         manager.prefill_response_tracker = defaultdict(set)
+        manager.heartbeat_failures = {}
     if isinstance(manager, MooncakeKVManager):
         manager.failed_sessions = FailedSessions()
     if isinstance(manager, NixlKVManager):
@@ -61,6 +62,14 @@ def receiver_of(decode, kind: type, room: int = 0, **info) -> CommonKVReceiver:
     for name, value in made.items():
         setattr(receiver, name, value)
     return receiver
+
+
+def note_reader(prefill, decode) -> None:
+    """Notes that a decode rank reads `pd.status_messages`, unless it has registered."""
+    registered = {(one.endpoint, one.dst_port) for one in prefill.decode_kv_args_table.values()}
+    endpoint = (decode.local_ip, decode.rank_port)
+    if hasattr(prefill, "status_readers") and endpoint not in registered:
+        prefill.status_readers.add(endpoint)
 
 
 def registration_message(decode, kind: type, is_described: bool) -> list[bytes]:

@@ -90,6 +90,7 @@ class Stage(SchedulerPPMixin):
         self.enable_metrics = self.enable_hicache_storage = False
         self.enable_decode_hicache = self.enable_hisparse = False
         self.metrics_reporter = SimpleNamespace(enable_metrics=False)
+        self.server_args = SimpleNamespace(disaggregation_transfer_backend="nixl")
         self.stream_output = lambda reqs, return_logprob: None
         self.output_streamer = SimpleNamespace(stream_output=self.stream_output)
         self.previous_output = None

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import fake_managers
 import numpy as np
 import pytest
-from fake_managers import RECEIVERS
+from fake_managers import RECEIVERS, finish_failed
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
@@ -341,7 +341,8 @@ def test_no_message_is_queued_for_a_silent_rank(requesting_decode, bootstrap, li
         another = NixlKVReceiver(decode, bootstrap.address, room)
         another.init(0)
         state = another.poll()
-        reasons.update(decode.failure_records)
+        if state == KVPoll.Failed:
+            reasons[room] = finish_failed(another)
         another.clear()
         return state == KVPoll.WaitingForInput
 

@@ -35,7 +35,7 @@ class StockSender(common.EngineCommonKVSender):
 
 
 def abort_by_decode(prefill, room: int) -> None:
-    process_messages(prefill, [ABORT, b"%d" % room])
+    process_messages(prefill, abort_message(room, ENDPOINT))
 
 
 def sent_statuses(prefill) -> list[tuple[str, int, int, str]]:

@@ -87,7 +87,7 @@ class RoomConclusions:
             if self.request_status[room] == KVPoll.Failed or room in self.failure_records:
                 status = KVPoll.Failed
             if status == KVPoll.Failed and room not in self.failure_records:
-                self.record_failure(room, failure_reason or "KV could not be sent")
+                self.record_failure(room, failure_reason or "Failed to send KV or metadata")
             failure_reason = self.failure_records.get(room)
             super().update_status(room, status)
         if targets is None:

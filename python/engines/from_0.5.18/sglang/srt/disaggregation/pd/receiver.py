@@ -19,9 +19,11 @@ class PrefillReceiver:
 
     Attributes:
         takes_reason: Whether the engine takes the reason of the failure after it clears the room.
+        silence: Which prefill rank has been silent for how long, if the request failed for that.
     """
 
     is_cleared = takes_reason = False
+    silence = ""
 
     @classmethod
     def _connect(cls, endpoint: str, is_ipv6: bool = False):
@@ -34,9 +36,11 @@ class PrefillReceiver:
         Extends the engine's: if the server is incompatible, fails the request.
         """
         why = self.kv_mgr.incompatibility(self.bootstrap_addr)
-        if why is None or self.conclude_state == KVPoll.Failed:
+        if why is None:
             with self.kv_mgr.servers_lock:
                 return super().init(prefill_dp_rank)
+        if self.conclude_state == KVPoll.Failed:
+            return
         self.kv_mgr.record_failure(self.bootstrap_room, why)
         self.conclude_state = KVPoll.Failed
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
@@ -53,9 +57,15 @@ class PrefillReceiver:
         if not manager.is_silent(rank):
             return False
         manager.fail_room_waiting_for(self.bootstrap_room, rank)
+        self.silence = manager.failure_records.get(self.bootstrap_room, "")
         self.conclude_state = KVPoll.Failed
         manager.drop_server(self.bootstrap_addr)
         return True
+
+    def record_silence(self) -> None:
+        """Records again which prefill rank was silent. Before 0.5.23 the engine replaces that."""
+        if self.silence:
+            self.kv_mgr.record_failure(self.bootstrap_room, self.silence)
 
     def abort_on_unknown_ranks(self) -> None:
         """Aborts a failed request on prefill if this rank does not know the ranks of prefill.
