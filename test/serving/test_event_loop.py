@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.serving,
     pytest.mark.timeout(600),
     pytest.mark.nightly,
-    pytest.mark.alone,  # it measures milliseconds
     pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
 ]
 
@@ -41,7 +40,10 @@ LOST_SECONDS = 30  # within which stock notices, too, although it then fails no 
 PATIENCE = 150  # seconds; if each room blocks for a second, the rooms take 100 s
 
 
-@pytest.mark.parametrize("engine", ["patched", "stock"])
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param("patched", marks=pytest.mark.alone), "stock"],  # its milliseconds count
+)
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_event_loop_keeps_polling_when_prefill_dies(backend, engine):
     rows = []

@@ -9,7 +9,6 @@ import time
 import httpx
 import pytest
 import zmq
-from engine_release import IS_DEFAULT
 from server_pairs import ended, make_pair, skip_if_unsupported, wait_for_peers
 from serving_checks import (
     LOST_SECONDS,
@@ -182,12 +181,11 @@ def test_stock(scenario, serves):
 
 
 def mixed_params() -> list:
-    """Returns scenarios with either side patched; other releases alternate the nightly ones."""
+    """Returns scenarios with either side patched; the nightly ones alternate."""
     ways, found = [("stock", "patched"), ("patched", "stock")], []
     always = PUSH_CASES[release()]["mixed"]
     for at, one in enumerate(MIXED):
-        in_turn = not IS_DEFAULT and one.name not in always
-        for way in [ways[at % 2]] if in_turn else ways:
+        for way in ways if one.name in always else [ways[at % 2]]:
             name = f"{one.name}-{'-to-'.join(way)}"
             found.append(pytest.param(one, way, id=name, marks=marks(one, always)))
     return found

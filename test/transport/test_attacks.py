@@ -14,7 +14,7 @@ from attacked_fleet import (
     attacked_fleet,
     killed,
 )
-from engine_release import SINCE_0_5_18
+from engine_release import IS_DEFAULT, SINCE_0_5_18
 from fleet import Fleet
 from serving_checks import record
 from transfer_checks import BACKENDS
@@ -49,7 +49,7 @@ def record_attack(case: str, backend: str, engine: str, found: dict, held: dict)
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("backend", [*BACKENDS, "ascend"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "ascend"] if IS_DEFAULT else BACKENDS)
 def test_attack_on_one_rank_does_not_delay_the_other(serve, backend):
     with serve(fleet_of(backend)) as servers:
         attacked = AttackedFleet(servers)

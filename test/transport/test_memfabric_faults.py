@@ -28,7 +28,7 @@ CUT_SECONDS = 2
 RECOVERY_SECONDS = 5
 DECODE_SERVERS = 4  # one session for each of prefill's four workers
 # Restarts are in rounds of five. Ranks of 1.0.8 find each other so late that it has fewer rounds.
-ROUNDS = {DEFAULT_MEMFABRIC: 10, "1.0.8": 4}
+ROUNDS = {DEFAULT_MEMFABRIC: 10, "1.0.8": 2}
 STARTED_TOGETHER = 5
 # Files, and threads, that MemFabric does not release when a decode rank is lost.
 MAX_LEAK_PER_RANK = 8
