@@ -319,12 +319,20 @@ def test_verify_has_no_false_alarms(serve, examples, requests):
 def assert_moves_heads(servers, fleet: Fleet) -> None:
     """Asserts that prefill packs heads for a larger decode TP, and decode interleaves a smaller's.
 
-    With MLA, or as many KV heads on each rank of both sides, neither has anything to do.
+    With MLA, or as many KV heads on each rank of both sides, neither has anything to do. A draft
+    may have other heads. Decode does not know whether prefill has one, and interleaves its own.
     """
-    of_prefill, of_decode = (
-        1 if fleet.mla else max(1, fleet.kv_heads // side.tp)
-        for side in (fleet.prefill, fleet.decode)
-    )
+    held = [heads_of_ranks(fleet, fleet.kv_heads)]
+    drafts = [side.draft_layers > 0 for side in (fleet.prefill, fleet.decode)]
+    of_draft = [heads_of_ranks(fleet, fleet.draft_heads)]
     packs = any(rank.call("health")["packed"] for rank in servers.prefill)
     interleaves = any(rank.call("health")["interleaved"] for rank in servers.decode)
-    assert (packs, interleaves) == (of_prefill > of_decode, of_prefill < of_decode)
+    assert packs == any(p > d for p, d in held + of_draft * all(drafts))
+    assert interleaves == any(p < d for p, d in held + of_draft * drafts[1])
+
+
+def heads_of_ranks(fleet: Fleet, heads: int) -> tuple[int, int]:
+    """Returns how many of these KV heads a rank of prefill holds, and one of decode."""
+    if fleet.mla:
+        return (1, 1)
+    return tuple(max(1, heads // side.tp) for side in (fleet.prefill, fleet.decode))
