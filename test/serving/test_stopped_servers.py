@@ -43,7 +43,6 @@ BOOTSTRAP_QUERY_SECONDS = 5  # for which stock's scheduler waits for a bootstrap
 # later.
 FAILURE_SECONDS = 40 if SINCE_0_5_23 else 80
 ROUNDS = 12  # of one request to each server, a second apart
-STOCK_ROUNDS = 3  # stock waits for the stopped server in each
 
 
 @contextlib.contextmanager
@@ -97,16 +96,14 @@ def test_stock_decode_blocks_on_a_stopped_prefill_server(backend):
         first, _, decode = servers
         with stopped(first):
             dump_schedulers(decode)
-            _, seconds = request_both(pool, servers, to_first=False, rounds=STOCK_ROUNDS)
+            _, seconds = request_both(pool, servers, to_first=False)
             pause_ms = longest_pause_ms(dump_schedulers(decode))
             decode.stop()  # it would answer no other request for minutes
     record_attack("prefill server stopped", backend, "stock", pause_ms, seconds, None)
     assert pause_ms > 1000 * (BOOTSTRAP_QUERY_SECONDS - 1), (pause_ms, seconds)
 
 
-def request_both(
-    pool, servers, to_first: bool = True, rounds: int = ROUNDS
-) -> tuple[list[Future], list[float]]:
+def request_both(pool, servers, to_first: bool = True) -> tuple[list[Future], list[float]]:
     """Sends requests for both prefill servers.
 
     Returns futures of the first server's answers, and the seconds of the second server's. Without
@@ -116,7 +113,7 @@ def request_both(
     first, second, decode = servers
     of_first, answered = [], []
     dump_schedulers(decode)
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         of_first.append(pool.submit(ask, first, decode, to_prefill=to_first))
         try:
             answer, seconds = ask(second, decode)
