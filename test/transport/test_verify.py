@@ -322,13 +322,16 @@ def assert_moves_heads(servers, fleet: Fleet) -> None:
     With MLA, or as many KV heads on each rank of both sides, neither has anything to do. A draft
     may have other heads. Decode does not know whether prefill has one, and interleaves its own.
     """
-    held = [heads_of_ranks(fleet, fleet.kv_heads)]
-    drafts = [side.draft_layers > 0 for side in (fleet.prefill, fleet.decode)]
-    of_draft = [heads_of_ranks(fleet, fleet.draft_heads)]
+    sent = interleaved = [heads_of_ranks(fleet, fleet.kv_heads)]
+    of_draft = heads_of_ranks(fleet, fleet.draft_heads)
+    if fleet.decode.draft_layers:
+        interleaved = [*interleaved, of_draft]
+        if fleet.prefill.draft_layers:
+            sent = interleaved
     packs = any(rank.call("health")["packed"] for rank in servers.prefill)
     interleaves = any(rank.call("health")["interleaved"] for rank in servers.decode)
-    assert packs == any(p > d for p, d in held + of_draft * all(drafts))
-    assert interleaves == any(p < d for p, d in held + of_draft * drafts[1])
+    assert packs == any(prefill > decode for prefill, decode in sent)
+    assert interleaves == any(prefill < decode for prefill, decode in interleaved)
 
 
 def heads_of_ranks(fleet: Fleet, heads: int) -> tuple[int, int]:

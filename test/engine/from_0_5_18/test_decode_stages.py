@@ -1,6 +1,7 @@
 """Decode's pipeline stages end the same requests in the same way, whatever each of them learns."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pp_stages
 import pytest
@@ -122,3 +123,22 @@ def test_stage_that_takes_no_new_requests_drops_none_of_them():
     assert stage.process_prealloc_queue([["1"], ["2"]]) == [[], []]
     queue.retracted_queue = []
     assert stage.process_prealloc_queue([[], []]) == [["1"], ["2"]]
+
+
+@pytest.mark.parametrize("state", ["failed", "done"])
+@pytest.mark.parametrize("is_queued", [False, True], ids=["client left", "not admitted yet"])
+def test_request_that_only_the_first_stage_has(state, is_queued):
+    """A later stage had no memory for it. If its client leaves then, that stage drops it."""
+    with mock.patch.object(pp_stages.decode_module, "release_kv_cache", mock.Mock()):
+        pp_stages.group()
+        first, later = stages = [pp_stages.TransferStage(number, RIDS, 8) for number in (0, 1)]
+        held = later.disagg_decode_transfer_queue.queue.pop(0)
+        later.disagg_decode_prealloc_queue.queue = [held] if is_queued else []
+        first.pollers["1"].set_state(state)
+        later.previous_output = first.propose()
+        decision = later.propose()
+        for stage in stages:
+            decision = stage.decide(decision)
+    assert first.remaining() == (RIDS if is_queued else RIDS[1:])
+    assert later.remaining() == RIDS[1:]
+    assert first.accepted() == later.accepted() == []

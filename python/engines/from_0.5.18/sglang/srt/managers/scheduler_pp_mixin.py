@@ -60,8 +60,12 @@ class SchedulerPPMixin(EngineSchedulerPPMixin):
         over = failed | {rid for rid, state in status.items() if state == KVPoll.Success}
         if not self.pp_group.is_first_rank:
             over_before, failed_before = map(set, self._pp_recv_pyobj_from_prev_stage())
-            over &= over_before
+            queued = {one.req.rid for one in self.disagg_decode_prealloc_queue.queue}
+            # Their clients left while this stage had no memory for them.
+            gone = over_before - status.keys() - queued
+            over = (over & over_before) | gone
             failed |= failed_before
+            failed |= gone
         return [sorted(over), sorted(failed & over)]
 
     def process_decode_transfer_queue(
