@@ -156,13 +156,19 @@ def test_kv_mismatch_is_reported(run_check):
     assert as_json(verdict)["stopped"] == verdict.stopped
 
 
-def test_each_kind_of_difference_is_reported_once(run_check):
-    """With how many requests had it since the check began."""
-    known = {"k, layer 1 (ranks)": {"requests": 5, "example": "k, layer 1; page 3 (ranks)"}}
+def test_each_differing_buffer_is_reported_once(run_check):
+    """With how many requests differed there since the check began."""
+    known = {
+        "k, layer 1 (ranks)": {"requests": 5, "example": "room 7: k, layer 1 and 1 more (ranks)"},
+        "no prefill rank sent v, layer 1": {"requests": 5, "example": ""},
+    }
     servers = FakeServers(differs={17}, differing=known)
     verdict = run_check(servers)
-    (said,) = verdict.mismatches
-    assert said == f"{verdict.stopped} requests, such as: k, layer 1; page 3 (ranks)"
+    count = f"requests: {verdict.stopped}"
+    assert verdict.mismatches == [
+        f"k, layer 1 (ranks): {count}, such as room 7: k, layer 1 and 1 more (ranks)",
+        f"no prefill rank sent v, layer 1: {count}",
+    ]
     servers.differs.clear()
     assert run_check(servers).passed  # what was before is not reported again
 

@@ -201,18 +201,19 @@ async def _collect_reports(
 
 
 def _differences(rank: RankReport, old: RankReport) -> list[str]:
-    """Returns what differed since `old`, each kind once; from an older patch set, each request."""
+    """Returns what has differed since `old`: each buffer of each pair of ranks once.
+
+    An older patch set reports each request instead.
+    """
     if not rank.differing:
         return _last(rank.said, rank.failed - old.failed)
-    new = {
-        what: known.requests - old.differing.get(what, Difference()).requests
-        for what, known in rank.differing.items()
-    }
-    return [
-        f"{count} requests, such as: {rank.differing[what].example}"
-        for what, count in new.items()
-        if count
-    ]
+    said = []
+    for what, known in rank.differing.items():
+        count = known.requests - old.differing.get(what, Difference()).requests
+        example = known.example and f", such as {known.example}"
+        if count:
+            said.append(f"{what}: requests: {count}{example}")
+    return said
 
 
 def _last(values: list, count: int) -> list:

@@ -35,7 +35,7 @@ class PairStats(msgspec.Struct):
 
 
 class Difference(msgspec.Struct):
-    """One kind of difference: how many requests had it, and the first of them, in words."""
+    """How many requests differed in one buffer, and the first of them, in words."""
 
     requests: int = 0
     example: str = ""
