@@ -16,7 +16,7 @@ from transfer_log.files import SeriesFiles
 from transfer_log.peers import PeerActivity
 from transfer_log.records import RecordFile
 from transfer_log.rooms import Rooms
-from transfer_log.series import Series
+from transfer_log.series import Series, sample_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER = "10.0.0.2:30000"
@@ -26,17 +26,26 @@ def rank_rooms(side="prefill", is_first_rank=True) -> Rooms:
     return Rooms(side, "TP 0/1 PP 0/1", "nixl", is_first_rank, Series())
 
 
+def all_samples(series: Series) -> list[tuple[tuple[str, ...], float]]:
+    """Each sample's name and labels' values, and its value."""
+    return [
+        ((name, *named.values()), number)
+        for metric, labels, numbers in series.numbers()
+        for (name, named), number in zip(sample_names(metric, labels), numbers, strict=True)
+    ]
+
+
 def samples(series: Series) -> dict:
     """The samples that are not zero, by name and the labels' values."""
-    return {(name, *labels.values()): value for _, name, labels, value in series.samples() if value}
+    return {key: value for key, value in all_samples(series) if value}
 
 
 def test_prefill_room_passes_its_states():
     rooms = rank_rooms()
     rooms.opened(10.0, 7, "rid", "", 100)
     rooms.entered(11.0, 7, "prefilling")
-    rooms.wrote(15.0, 7, PEER, "kv", "packed", 4096, 2, 1.0)
-    rooms.wrote(15.5, 7, PEER, "aux", "whole", 64, 1, 0.25)
+    rooms.sent(15.0, 7, PEER, "kv", "packed", 4096, 2, 1.0)
+    rooms.sent(15.5, 7, PEER, "aux", "whole", 64, 1, 0.25)
     assert samples(rooms.series)["sglang_pd_rooms", "prefill", "sending"] == 1
     rooms.ended(16.0, 7)
     (record,) = rooms.records
@@ -88,6 +97,41 @@ def test_abort_gives_way_to_its_reason():
     assert rooms.records[0].kind == "peer_lost"
 
 
+def test_abort_does_not_give_way_to_what_follows_from_it():
+    """The other server, which decode has told of it, reports an abort, too, or does not answer."""
+    rooms = rank_rooms("decode")
+    rooms.opened(1.0, 7, "", PEER, 5)
+    rooms.failed(2.0, 7, "Aborted by AbortReq.")
+    rooms.failed(2.1, 7, "Prefill failed: Decode aborted the request: Aborted by AbortReq.")
+    rooms.failed(60.0, 7, "not all prefill ranks confirmed that they stopped writing")
+    rooms.ended(60.0, 7)
+    assert rooms.records[0].kind == "aborted_by_client"
+
+
+def test_failed_write_counts_without_its_time():
+    rooms = rank_rooms()
+    rooms.opened(1.0, 7, "", PEER, 5)
+    rooms.sent(2.0, 7, PEER, "kv", "whole", 10, 1, None)
+    found = samples(rooms.series)
+    assert found["sglang_pd_transfer_bytes_total", "nixl", PEER, "kv", "whole"] == 10
+    assert not [key for key in found if key[0].startswith("sglang_pd_transfer_seconds")]
+    assert rooms.rooms[7].state == "sending"
+
+
+def test_dropped_room_has_failed():
+    """With its first reason, if it has one; if it has none, another rank has it."""
+    rooms = rank_rooms("decode")
+    for room in (7, 8, 9):
+        rooms.opened(1.0, room, "", PEER, 5)
+    rooms.failed(2.0, 7, "decode could not interleave KV heads: no room")
+    rooms.dropped(3.0, 7, "Metadata corruption detected")
+    rooms.dropped(3.0, 8, "Metadata corruption detected")
+    rooms.dropped(3.0, 9, "")
+    rooms.dropped(4.0, 9, "it is over")
+    assert [one.kind for one in rooms.records] == ["transport", "mismatch", "another_rank"]
+    assert samples(rooms.series)["sglang_pd_requests_total", "decode", PEER, "failed"] == 3
+
+
 def test_failure_without_a_reason_is_another_ranks():
     rooms = rank_rooms()
     rooms.opened(1.0, 7, "", PEER, 5)
@@ -110,11 +154,27 @@ def test_failed_room_that_nothing_ends_is_ended_later():
 
 
 def test_reused_room_ends_the_earlier_request():
+    """A client may get its answer, and use the room again, before the next poll."""
+    rooms = rank_rooms("decode")
+    rooms.opened(1.0, 7, "first", PEER, 5)
+    rooms.entered(1.5, 7, "queued")
+    rooms.opened(2.0, 7, "second", PEER, 5)
+    rooms.opened(3.0, 7, "second", PEER, 5)  # the same request is prefilled again
+    ends = [(record.rid, record.ended) for record in rooms.records]
+    assert ends == [("first", "success"), ("second", "success")]
+    assert rooms.rooms[7].rid == "second" and not rooms.rooms[7].failed
+
+
+def test_two_requests_with_one_room_are_both_rejected():
     rooms = rank_rooms()
     rooms.opened(1.0, 7, "first", PEER, 5)
     rooms.opened(2.0, 7, "second", PEER, 5)
-    assert [record.rid for record in rooms.records] == ["first"]
-    assert rooms.rooms[7].rid == "second"
+    rooms.ended(3.0, 7)
+    rooms.ended(3.0, 7)
+    assert [(one.rid, one.kind) for one in rooms.records] == [
+        ("first", "rejected"),
+        ("second", "rejected"),
+    ]
 
 
 def test_rejected_request_counts_without_a_room():
@@ -127,7 +187,7 @@ def test_rejected_request_counts_without_a_room():
 def test_only_the_first_rank_counts_requests():
     rooms = rank_rooms(is_first_rank=False)
     rooms.opened(1.0, 7, "", PEER, 5)
-    rooms.wrote(2.0, 7, PEER, "kv", "whole", 10, 1, 0.5)
+    rooms.sent(2.0, 7, PEER, "kv", "whole", 10, 1, 0.5)
     rooms.failed(3.0, 7, "Prefill could not send KV: NIXL")
     rooms.ended(3.0, 7)
     rooms.tick(4.0, 4, lambda: {"patched": 1})
@@ -143,7 +203,7 @@ def test_events_of_unknown_rooms_change_no_room():
     rooms.entered(1.0, 7, "prefilling")
     rooms.failed(1.0, 7, "late")
     rooms.ended(1.0, 7)
-    rooms.wrote(1.0, 7, "", "kv", "whole", 10, 1, 0.5)
+    rooms.sent(1.0, 7, "", "kv", "whole", 10, 1, 0.5)
     assert not rooms.rooms and not rooms.records
     assert samples(rooms.series)["sglang_pd_transfer_bytes_total", "nixl", "unknown", "kv", "whole"]
 
@@ -160,7 +220,7 @@ def test_rooms_are_bounded(monkeypatch):
 def test_peers_are_bounded_and_expire():
     rooms = rank_rooms()
     for number in range(MAX_PEERS + 2):
-        rooms.wrote(1.0, number, f"host:{number}", "kv", "whole", 1, 1, 0.1)
+        rooms.sent(1.0, number, f"host:{number}", "kv", "whole", 1, 1, 0.1)
 
     def peers_with_bytes():
         return {key[2] for key in samples(rooms.series) if key[0].endswith("bytes_total")}
@@ -168,7 +228,7 @@ def test_peers_are_bounded_and_expire():
     assert len(peers_with_bytes()) == MAX_PEERS + 1 and "other" in peers_with_bytes()
     rooms.tick(1.0, 1, dict)
     last = 1.0 + series_module.PEER_SECONDS
-    rooms.wrote(last, 1, "host:1", "kv", "whole", 1, 1, 0.1)
+    rooms.sent(last, 1, "host:1", "kv", "whole", 1, 1, 0.1)
     rooms.tick(last + 1, last + 1, dict)
     assert peers_with_bytes() == {"host:1", "other"}
     assert {key[2] for key in samples(rooms.series) if "seconds" in key[0]} == {"host:1", "other"}
@@ -235,6 +295,19 @@ def test_unchanged_series_are_not_written(tmp_path):
     files.write(series)
     after = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
     assert {name for name in before if before[name] != after[name]} == {"counter_sglang-pd-1-0.db"}
+
+
+def test_names_are_encoded_once(tmp_path, monkeypatch):
+    """To encode them takes most of a write, in which the scheduler may want to run."""
+    rooms = rank_rooms()
+    rooms.sent(1.0, 7, PEER, "kv", "whole", 10, 1, 0.5)
+    files = SeriesFiles(tmp_path, "sglang-pd-1-0")
+    files.write(rooms.series)
+    before = (tmp_path / "histogram_sglang-pd-1-0.db").read_bytes()
+    rooms.sent(2.0, 7, PEER, "kv", "whole", 10, 1, 0.5)
+    monkeypatch.setattr("prometheus_client.mmap_dict.mmap_key", None)
+    files.write(rooms.series)
+    assert (tmp_path / "histogram_sglang-pd-1-0.db").read_bytes() != before
 
 
 def test_idle_rank_writes_nothing(tmp_path, monkeypatch):
@@ -312,7 +385,7 @@ def test_prometheus_reads_the_files_of_all_ranks(tmp_path):
         rooms = rank_rooms(is_first_rank=rank == 0)
         rooms.opened(0.0, 7, "", "", 5)
         for seconds in (0.002, 0.7, 100.0):
-            rooms.wrote(1.0, 7, PEER, "kv", "slices", 10, 3, seconds)
+            rooms.sent(1.0, 7, PEER, "kv", "slices", 10, 3, seconds)
         rooms.tick(1.0, 1, lambda: {"patched": 2, "refused": 1})
         files = SeriesFiles(tmp_path, f"sglang-pd-1-{rank}")
         for _ in range(2):  # replaced, not added
@@ -335,6 +408,8 @@ REASONS = {
     "Aborted by decode-side abort notification.": "aborted_by_peer",
     "Decode aborted the request: Aborted by AbortReq.": "aborted_by_peer",
     "Prefill failed: Aborted on prefill": "aborted_by_peer",
+    "Prefill failed: Aborted by AbortReq.": "aborted_by_peer",
+    "Aborted before it was sent": "aborted_by_client",
     "Prefill refused the request: Input is too long": "rejected",
     "Prefill failed: Prefill refused the request: no reason given": "rejected",
     "Prefill cannot serve this decode server: prefill has page size 1, decode 64": "refused",
@@ -348,6 +423,8 @@ REASONS = {
     "Prefill could not send KV: NIXL reported an error": "transport",
     "Failed to send kv chunk of 7 to 10.0.0.2:9000": "transport",
     "KV verification failed: layer 3 of KV differs": "mismatch",
+    "Decode transfer failed for request 7 with exception NIXL": "another_rank",
+    "bootstrap_room is already in use by another request": "rejected",
     "bootstrap_room 7 is already in use": "rejected",
     "prefill page size 1 and decode page size 64 differ": "refused",
     "another prefill rank failed": "another_rank",
@@ -444,7 +521,7 @@ def test_log_writes_a_line_for_each_request(start, tmp_path):
     now = time.time()
     log.opened(7, "rid", "", 5)
     log.entered(7, "prefilling")
-    log.wrote(7, PEER, "kv", "whole", 10, 1, 0.0)
+    log.sent(7, PEER, "kv", "whole", 10, 1, 0.0)
     log.failed(7, "Aborted by AbortReq.")
     log.ended(7)
     log.rejected(8, "Prefill refused the request: too long")
@@ -487,11 +564,30 @@ def test_events_beyond_the_maximum_are_counted_as_lost(monkeypatch):
     assert found["sglang_pd_lost_events_total", "prefill"] == 3
 
 
-def test_stalls_are_counted(monkeypatch):
+def test_end_may_be_noted_late():
     log = TransferLog()
     log._events = transfer_log.deque()
-    log.took("inflight", time.monotonic())
-    log.took("inflight", time.monotonic() - 1.0)
+    log.opened(7, "", PEER, 5)
+    log.ended(7, seconds_ago=5.0)
+    (_, opened, _), (_, ended, _) = log._events
+    assert -5.5 < ended - opened < -4.5
+
+
+def test_counters_without_a_peer_begin_at_zero():
+    """Prometheus sees no increase if their first sample is above that."""
+    found = dict(all_samples(rank_rooms("decode").series))
+    for name in ("malformed_messages", "lost_events"):
+        assert found[f"sglang_pd_{name}_total", "decode"] == 0
+    for queue in ("prealloc", "transfer"):
+        assert found["sglang_pd_stalls_total", "decode", queue] == 0
+        assert found["sglang_pd_stall_seconds_total", "decode", queue] == 0
+
+
+def test_stalls_are_counted():
+    log = TransferLog()
+    log._events = transfer_log.deque()
+    log.polled("inflight", time.monotonic())
+    log.polled("inflight", time.monotonic() - 1.0)
     rooms = rank_rooms()
     transfer_log._Writer(log._events, rooms, dict, "", None).write()
     found = samples(rooms.series)
@@ -505,7 +601,7 @@ def test_log_is_off_by_default(monkeypatch):
     log, threads = TransferLog(), threading.active_count()
     log.start("prefill", "TP 0/1", "nixl", True, dict)
     log.opened(7, "rid", PEER, 5)
-    log.took("inflight", 0.0)
+    log.polled("inflight", 0.0)
     assert not log.is_on and threading.active_count() == threads
 
 
@@ -534,7 +630,7 @@ def count_series(side: str, peers: int) -> int:
                 ("state", "whole"),
                 ("aux",) * 2,
             ):
-                rooms.wrote(1.0, -1, name, kind, path, 1, 1, 0.1)
+                rooms.sent(1.0, -1, name, kind, path, 1, 1, 0.1)
         else:
             rooms.verified(1.0, name, True)
         for reason in ("", *REASONS):
@@ -544,13 +640,8 @@ def count_series(side: str, peers: int) -> int:
             if reason:
                 rooms.failed(3.0, number, reason)
             rooms.ended(3.0, number)
-    rooms.malformed(1.0)
-    for where in ("one", "two"):
-        rooms.stalled(1.0, where, 1.0)
     rooms.tick(1.0, 1, lambda: dict.fromkeys(("patched", "stock", "refused", "silent"), 1))
-    transfer_log._lose(rooms, 0.0)
-    histograms = len(rooms.series.histograms)
-    return sum(1 for _ in rooms.series.samples()) + histograms  # and a `_count` for each
+    return len(all_samples(rooms.series)) + len(rooms.series.histograms)  # a `_count` for each
 
 
 def test_documented_number_of_series():

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Dict
+from typing import Dict
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
+from sglang.srt.disaggregation.pd.server_names import resolved_name
 from sglang.srt.disaggregation.pd.transfer_meter import MeteredAgent, MeteredEngine, Sending
 from sglang.srt.disaggregation.transfer_log import TransferLog
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 KINDS = ("patched", "stock", "refused", "silent")  # how a server serves another one, best first
+# Bootstrap addresses whose servers' names are remembered; a client may make up many.
+MAX_ADDRESSES = 1 << 12
 
 
 class NotedTransfers:
@@ -24,6 +27,8 @@ class NotedTransfers:
 
     transfer_log: TransferLog = PerInstance(TransferLog)
     now_sending: Sending = PerInstance(Sending)
+    # Decode: names of the prefill servers that have answered, by bootstrap address.
+    prefill_names: Dict[str, str] = PerInstance(dict)
     # `ascend` for the manager derived from Mooncake's.
     backend_name = "mooncake"
 
@@ -91,12 +96,35 @@ class NotedTransfers:
             kinds[info.server] = min(kind, kinds.get(info.server, kind), key=KINDS.index)
         return count_kinds(kinds)
 
+    def note_prefill(self, address: str) -> None:
+        """Notes that the prefill server at a bootstrap address has answered; may wait for DNS."""
+        if self.transfer_log.is_on:
+            if len(self.prefill_names) >= MAX_ADDRESSES:
+                self.prefill_names.clear()
+            self.prefill_names[address] = resolved_name(address)
 
-def count_kinds(kinds: Dict[Any, str]) -> Dict[str, int]:
+    def note_requested(self, room: int, address: str) -> None:
+        """Notes that decode requests a room of the prefill server at a bootstrap address."""
+        self.transfer_log.requested(room, self.prefill_names.get(address, ""))
+
+    def note_verified(self, address: str, differs: bool) -> None:
+        """Notes that the KV of a request to the prefill server at this address was compared."""
+        self.transfer_log.verified(self.prefill_names.get(address, ""), differs)
+
+    def count_prefills(self, kinds: Dict[str, str]) -> Dict[str, int]:
+        """Returns how many prefill servers there are of each kind; one may have many addresses.
+
+        Args:
+            kinds: By bootstrap address.
+        """
+        return count_kinds({self.prefill_names.get(one) or one: kinds[one] for one in kinds})
+
+
+def count_kinds(kinds: Dict[str, str]) -> Dict[str, int]:
     """Returns how many servers there are of each kind.
 
     Args:
-        kinds: Each server's.
+        kinds: By the servers' names.
     """
     found = Counter(kinds.values())
     return {kind: found[kind] for kind in KINDS}

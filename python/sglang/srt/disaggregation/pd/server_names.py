@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from typing import Any
 
 from sglang.srt.disaggregation.kv_layout import LayoutError, decode_layout
@@ -42,3 +44,24 @@ def server_name(layout_frame: bytes, address: str) -> str:
     if not name or len(name) > MAX_NAME or not name.isprintable():
         return address
     return address + name if name.startswith(":") else name
+
+
+def resolved_name(address: str) -> str:
+    """Returns a server's name, the same however a client spells its host; waits for DNS.
+
+    Args:
+        address: HOST:PORT.
+
+    Returns:
+        HOST:PORT with an IP address; empty if the host has none.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        ip = ipaddress.ip_address(found[0][4][0])
+    except (OSError, ValueError, OverflowError):  # among them those of `idna`
+        return ""
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    if ip.is_loopback or ip.is_unspecified:  # all of which are this node
+        ip = ipaddress.ip_address("127.0.0.1")
+    return f"[{ip}]:{int(port)}" if ip.version == 6 else f"{ip}:{int(port)}"

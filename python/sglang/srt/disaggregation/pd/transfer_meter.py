@@ -1,7 +1,7 @@
 """Counts what transfer engines are given, and tells `transfer_log` when it is written.
 
 A manager that keeps a log puts one of these in front of its transfer engine. A seam says what it is
-about to send (`Sending.note`); everything else passes through.
+about to send (`Sending.set`); everything else passes through.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from sglang.srt.disaggregation.transfer_log import TransferLog
 
 logger = logging.getLogger(__name__)
 
-# Handles of NIXL that are remembered; a rank has fewer under way.
-MAX_HANDLES = 1 << 16
+# Handles of NIXL, and decode ranks, that are remembered; a rank has fewer.
+MAX_HANDLES, MAX_RANKS = 1 << 16, 1 << 12
+# States in which a transfer of NIXL has ended.
+DONE, FAILED = "DONE", "ERR"
 
 
 def path_of(plan: Optional[TransferPlan]) -> str:
@@ -32,7 +34,7 @@ def path_of(plan: Optional[TransferPlan]) -> str:
     return "slices" if plan.is_sliced else "whole"
 
 
-class About(NamedTuple):
+class Payload(NamedTuple):
     """What is being sent: of which room, `kv`, `state` or `aux`, and how."""
 
     room: int
@@ -40,18 +42,18 @@ class About(NamedTuple):
     path: str
 
 
-UNKNOWN = About(-1, "kv", "engine")
+UNKNOWN = Payload(-1, "kv", "engine")
 
 
 class Sending:
     """What is being sent to each decode rank: one chunk at a time, maybe by several threads."""
 
     def __init__(self):
-        self._by_peer: Dict[str, About] = {}
+        self._by_peer: Dict[str, Payload] = {}
         self._own = threading.local()
 
-    def note(self, peer: str, room: int, kind: str, plan: Optional[TransferPlan] = None) -> None:
-        """Notes what the caller's thread, or a helper of it, sends next.
+    def set(self, peer: str, room: int, kind: str, plan: Optional[TransferPlan] = None) -> None:
+        """Sets what the caller's thread, or a helper of it, sends next.
 
         Args:
             peer: The decode rank.
@@ -59,11 +61,13 @@ class Sending:
             plan: How it is sent; None if by the engine's own code.
         """
         path = "whole" if kind == "aux" else path_of(plan)
-        self._own.about = self._by_peer[peer] = About(room, kind, path)
+        self._own.payload = self._by_peer[peer] = Payload(room, kind, path)
+        if len(self._by_peer) > MAX_RANKS:  # one that has gone, or its next write sets it again
+            self._by_peer.pop(list(self._by_peer)[0], None)
 
-    def about(self, peer: str) -> About:
+    def payload(self, peer: str) -> Payload:
         """Returns what the caller's thread sends; for a helper, what is sent to this rank."""
-        return getattr(self._own, "about", None) or self._by_peer.get(peer, UNKNOWN)
+        return getattr(self._own, "payload", None) or self._by_peer.get(peer, UNKNOWN)
 
 
 class Meter:
@@ -88,14 +92,14 @@ class Meter:
         except Exception as error:
             logger.warning_once(f"Metrics of KV transfers are incomplete: {error!r}")
 
-    def _note_sending(self, about: About) -> None:
-        self._log.entered(about.room, "sending")
+    def _note_start(self, payload: Payload) -> None:
+        self._log.entered(payload.room, "sending")
 
-    def _note_written(self, peer: str, about: About, size: int, copies: int, start: float) -> None:
-        seconds = time.monotonic() - start
-        self._log.wrote(
-            about.room, self._server_of(peer), about.kind, about.path, size, copies, seconds
-        )
+    def _note_end(
+        self, peer: str, payload: Payload, size: int, copies: int, seconds: Optional[float]
+    ) -> None:
+        room, *how = payload
+        self._log.sent(room, self._server_of(peer), *how, size, copies, seconds)
 
 
 class MeteredEngine(Meter):
@@ -107,29 +111,28 @@ class MeteredEngine(Meter):
         status = self._engine.batch_transfer_sync(
             session_id, buffers, peer_buffer_addresses, lengths
         )
-        if status == 0:
-            self._quietly(self._note_copies, session_id, lengths, start)
+        self._quietly(self._note_copies, session_id, lengths, start, status)
         return status
 
     def transfer_sync(self, session_id: str, buffer: int, peer_buffer_address: int, length: int):
         """Writes one copy; returns the engine's status, 0 for success."""
         start = self._start_write(session_id)
         status = self._engine.transfer_sync(session_id, buffer, peer_buffer_address, length)
-        if status == 0:
-            self._quietly(self._note_copies, session_id, [length], start)
+        self._quietly(self._note_copies, session_id, [length], start, status)
         return status
 
     def _start_write(self, session: str) -> float:
         """Notes that a write begins, which may hang; returns when."""
-        self._quietly(lambda: self._note_sending(self._sending.about(session)))
+        self._quietly(lambda: self._note_start(self._sending.payload(session)))
         return time.monotonic()
 
-    def _note_copies(self, session: str, lengths: Sequence[int], start: float) -> None:
-        about = self._sending.about(session)
-        self._note_written(session, about, sum(lengths), len(lengths), start)
+    def _note_copies(self, session: str, lengths: Sequence[int], start: float, status: int) -> None:
+        seconds = time.monotonic() - start if status == 0 else None
+        payload = self._sending.payload(session)
+        self._note_end(session, payload, sum(lengths), len(lengths), seconds)
 
 
-class _Listed(NamedTuple):
+class _Blocks(NamedTuple):
     """Blocks that NIXL has prepared: the decode rank's if `peer` is not empty."""
 
     peer: str
@@ -146,14 +149,15 @@ class _Transfer(NamedTuple):
     peer: str
     size: int
     copies: int
-    about: About = UNKNOWN
+    payload: Payload = UNKNOWN
     start: float = 0.0
 
 
 class _Handles:
     """What is known of NIXL's handles; keeps none alive, since NIXL ends what nobody holds.
 
-    They cannot be referred to weakly. One with the number of an earlier one replaces it.
+    They cannot be referred to weakly. A new one may have the number of an earlier one, which is to
+    be forgotten first, whatever becomes known of the new one.
     """
 
     def __init__(self):
@@ -195,6 +199,7 @@ class MeteredAgent(Meter):
     def prep_xfer_dlist(self, agent_name: str, xfer_list: Any, *more, **options) -> Any:
         """Prepares one side's blocks."""
         handle = self._engine.prep_xfer_dlist(agent_name, xfer_list, *more, **options)
+        self._quietly(self._lists.pop, handle)
         self._quietly(self._note_list, handle, agent_name, xfer_list)
         return handle
 
@@ -202,10 +207,9 @@ class MeteredAgent(Meter):
         """Makes a transfer of described blocks."""
         given = (operation, local_descs, remote_descs, remote_agent)
         handle = self._engine.initialize_xfer(*given, *more, **options)
-        if operation == "WRITE" and handle:
+        self._quietly(self._transfers.pop, handle)
+        if operation == "WRITE" and handle:  # else it probes a connection
             self._quietly(self._note_described, handle, remote_agent)
-        else:  # a probe of a connection; its handle may have an earlier one's number
-            self._quietly(self._transfers.pop, handle)
         return handle
 
     def make_prepped_xfer(
@@ -214,24 +218,29 @@ class MeteredAgent(Meter):
         """Makes a transfer of prepared blocks."""
         given = (operation, ours, own_indices, remote, remote_indices)
         handle = self._engine.make_prepped_xfer(*given, *more, **options)
+        self._quietly(self._transfers.pop, handle)
         if handle:
             self._quietly(self._note_prepared, handle, remote, remote_indices)
         return handle
 
     def transfer(self, handle: Any, *more, **options) -> str:
         """Starts a transfer; returns its state."""
-        self._quietly(self._note_start, handle)
+        self._quietly(self._note_transfer, handle)
         state = self._engine.transfer(handle, *more, **options)
-        if state == "DONE":
-            self._quietly(self._note_done, handle)
+        self._quietly(self._note_state, handle, state)
         return state
 
     def check_xfer_state(self, handle: Any) -> str:
         """Returns a transfer's state."""
         state = self._engine.check_xfer_state(handle)
-        if state == "DONE":
-            self._quietly(self._note_done, handle)
+        self._quietly(self._note_state, handle, state)
         return state
+
+    def release_xfer_handle(self, handle: Any, *more, **options) -> Any:
+        """Releases a transfer, which NIXL cancels if it has not ended."""
+        released = self._engine.release_xfer_handle(handle, *more, **options)
+        self._quietly(self._note_state, handle, FAILED)
+        return released
 
     def get_new_notifs(self, *more, **options) -> Any:
         """Returns what has arrived: by sender, messages that start with their room."""
@@ -249,7 +258,7 @@ class MeteredAgent(Meter):
         lengths = _lengths(blocks)
         if lengths is None:  # descriptors that were made just before
             lengths = self._described.last[0]
-        self._lists.put(handle, _Listed(peer, lengths))
+        self._lists.put(handle, _Blocks(peer, lengths))
 
     def _note_described(self, handle: Any, peer: str) -> None:
         _, size, copies = self._described.last
@@ -259,17 +268,20 @@ class MeteredAgent(Meter):
         theirs = self._lists.get(remote)
         self._transfers.put(handle, _Transfer(theirs.peer, theirs.size(indices), len(indices)))
 
-    def _note_start(self, handle: Any) -> None:
+    def _note_transfer(self, handle: Any) -> None:
         known: Optional[_Transfer] = self._transfers.get(handle)
         if known is not None:
-            about = self._sending.about(known.peer)
-            self._transfers.put(handle, known._replace(about=about, start=time.monotonic()))
-            self._note_sending(about)
+            payload = self._sending.payload(known.peer)
+            self._transfers.put(handle, known._replace(payload=payload, start=time.monotonic()))
+            self._note_start(payload)
 
-    def _note_done(self, handle: Any) -> None:
+    def _note_state(self, handle: Any, state: str) -> None:
+        if state not in (DONE, FAILED):
+            return
         known: Optional[_Transfer] = self._transfers.pop(handle)
         if known is not None and known.start:
-            self._note_written(known.peer, known.about, known.size, known.copies, known.start)
+            seconds = time.monotonic() - known.start if state == DONE else None
+            self._note_end(known.peer, known.payload, known.size, known.copies, seconds)
 
     def _note_arrived(self, arrived: Any) -> None:
         for messages in arrived.values():

@@ -7,6 +7,7 @@ import re
 ABORTED_BY_CLIENT = "aborted_by_client"
 ABORTED_BY_PEER = "aborted_by_peer"
 ANOTHER_RANK = "another_rank"
+PEER_LOST = "peer_lost"
 OTHER = "other"
 
 # The first that fits counts. Texts are the engine's and ours, of all releases; a peer's text, which
@@ -16,10 +17,15 @@ _PATTERNS = (
         "rejected",
         r"Prefill refused the request|already in use|[Dd]uplicate .*room",
     ),
-    (ANOTHER_RANK, r"[Ff]ailed on another rank|from another rank|another \w+ rank failed"),
-    ("mismatch", r"KV verification failed"),
     (
-        "peer_lost",
+        ANOTHER_RANK,
+        r"[Ff]ailed on another rank|from another rank|another \w+ rank failed"
+        # The engine's, of a rank that knows nothing else.
+        r"|Decode transfer failed",
+    ),
+    ("mismatch", r"KV verification failed|[Cc]orruption detected"),
+    (
+        PEER_LOST,
         r"has not answered for|was replaced by another process|[Ll]ost connection|Losing connection"
         r"|is not alive|is healthy before|might be dead|Could not fetch|Could not open a socket"
         r"|Could not send a message|could not be reached|Could not query bootstrap server"
@@ -33,11 +39,11 @@ _PATTERNS = (
         r"|(Page size|KV cache dtype|policy) mismatch|neither divides the other|start both servers"
         r"|should be equal|invalid sizes|requires peer",
     ),
-    ("timeout", r"[Tt]imed out|time-out|within \S+ s"),
+    ("timeout", r"[Tt]imed out|[Tt]imeout reached|time-out|within \S+ s"),
     (
         ABORTED_BY_PEER,
-        r"decode-side abort|Decode aborted|Aborted by decode|Aborted on prefill"
-        r"|abort notification for room",
+        r"Prefill failed: .*[Aa]bort|decode-side abort|Decode aborted|Aborted by decode"
+        r"|Aborted on prefill|abort notification for room",
     ),
     (ABORTED_BY_CLIENT, r"[Aa]bort"),
     (

@@ -13,14 +13,15 @@ import struct
 from pathlib import Path
 from typing import Dict, List, Tuple
 
-from .series import Metric, Series
+from .series import Labels, Metric, Series, sample_names
 
 VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _SUM, _LARGEST = "gauge_livesum", "gauge_livemax"
 _PREFIXES = ("counter", "histogram", _SUM, _LARGEST)
-MAX_KEYS = 1 << 16
-
-_Key = Tuple[Metric, str, Tuple[str, ...]]
+# Series whose samples' names are remembered; a server has fewer.
+MAX_SERIES = 1 << 14
+# A value, and when it was set, which only other gauges need.
+_NUMBER = struct.Struct("dd")
 
 
 def metrics_folder() -> str:
@@ -34,7 +35,8 @@ class SeriesFiles:
     def __init__(self, folder: Path, owner: str):
         """owner: Unique in the folder; without `_`, at which the library splits names."""
         self.folder, self.owner = folder, owner
-        self._keys: Dict[_Key, bytes] = {}  # as the library encodes them
+        # As the library encodes them; to do that for each write would hold up the scheduler.
+        self._names: Dict[Tuple[Metric, Labels], List[bytes]] = {}
         self._written: Dict[str, bytes] = {}
 
     def write(self, series: Series) -> None:
@@ -44,16 +46,14 @@ class SeriesFiles:
             OSError: The folder is gone or full; a file is as it was, or as it is to be.
         """
         files: Dict[str, List[bytes]] = {prefix: [] for prefix in _PREFIXES}
-        for metric, name, labels, value in series.samples():
-            prefix = metric.kind
-            if prefix == "gauge":
-                prefix = _LARGEST if metric.is_of_server else _SUM
-            # A value, and when it was set, which only other gauges need.
-            sample = self._key(metric, name, labels) + struct.pack("dd", value, 0.0)
-            files[prefix].append(sample)
+        for metric, labels, numbers in series.numbers():
+            samples = files[_prefix(metric)]
+            for name, number in zip(self._names_of(metric, labels), numbers):
+                samples += (name, _NUMBER.pack(number, 0.0))
         for prefix, samples in files.items():
             # Used bytes, padding, samples: `prometheus_client.mmap_dict`.
-            whole = struct.pack("ii", 8 + sum(map(len, samples)), 0) + b"".join(samples)
+            body = b"".join(samples)
+            whole = struct.pack("ii", 8 + len(body), 0) + body
             if whole != self._written.get(prefix):
                 self._replace(self.folder / f"{prefix}_{self.owner}.db", whole)
                 self._written[prefix] = whole
@@ -67,17 +67,26 @@ class SeriesFiles:
             unfinished.unlink(missing_ok=True)
             raise
 
-    def _key(self, metric: Metric, name: str, labels: Dict[str, str]) -> bytes:
-        key = (metric, name, tuple(labels.values()))
-        known = self._keys.get(key)
+    def _names_of(self, metric: Metric, labels: Labels) -> List[bytes]:
+        known = self._names.get((metric, labels))
         if known is None:
-            # Not at the top: imported before the variable is set, the library would keep no files.
-            from prometheus_client.mmap_dict import mmap_key
-
-            text = mmap_key(metric.name, name, list(labels), list(labels.values()), metric.help)
-            encoded = text.encode()
-            padded = encoded + b" " * (8 - (len(encoded) + 4) % 8)
-            if len(self._keys) >= MAX_KEYS:
-                self._keys.clear()
-            known = self._keys[key] = struct.pack("i", len(encoded)) + padded
+            if len(self._names) >= MAX_SERIES:
+                self._names.clear()
+            known = [_encoded(metric, *sample) for sample in sample_names(metric, labels)]
+            self._names[metric, labels] = known
         return known
+
+
+def _prefix(metric: Metric) -> str:
+    if metric.kind != "gauge":
+        return metric.kind
+    return _LARGEST if metric.is_of_server else _SUM
+
+
+def _encoded(metric: Metric, name: str, labels: Dict[str, str]) -> bytes:
+    # Not at the top: imported before the variable is set, the library would keep no files.
+    from prometheus_client.mmap_dict import mmap_key
+
+    text = mmap_key(metric.name, name, list(labels), list(labels.values()), metric.help)
+    encoded = text.encode()
+    return struct.pack("i", len(encoded)) + encoded + b" " * (8 - (len(encoded) + 4) % 8)

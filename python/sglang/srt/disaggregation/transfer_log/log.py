@@ -84,10 +84,17 @@ class TransferLog:
     def requested(self, room: int, peer: str) -> None:
         self._note(Rooms.requested, room, peer)
 
-    def wrote(
-        self, room: int, peer: str, kind: str, path: str, size: int, copies: int, seconds: float
+    def sent(
+        self,
+        room: int,
+        peer: str,
+        kind: str,
+        path: str,
+        size: int,
+        copies: int,
+        seconds: Optional[float],
     ) -> None:
-        self._note(Rooms.wrote, room, peer, kind, path, size, copies, seconds)
+        self._note(Rooms.sent, room, peer, kind, path, size, copies, seconds)
 
     def failed(self, room: int, reason: str) -> None:
         self._note(Rooms.failed, room, reason)
@@ -95,8 +102,11 @@ class TransferLog:
     def rejected(self, room: int, reason: str) -> None:
         self._note(Rooms.rejected, room, reason)
 
-    def ended(self, room: int) -> None:
-        self._note(Rooms.ended, room)
+    def dropped(self, room: int, reason: str) -> None:
+        self._note(Rooms.dropped, room, reason)
+
+    def ended(self, room: int, seconds_ago: float = 0.0) -> None:
+        self._note(Rooms.ended, room, seconds_ago=seconds_ago)
 
     def malformed(self) -> None:
         self._note(Rooms.malformed)
@@ -104,18 +114,18 @@ class TransferLog:
     def verified(self, peer: str, differs: bool) -> None:
         self._note(Rooms.verified, peer, differs)
 
-    def took(self, where: str, since: float) -> None:
-        """The scheduler has handled KV transfers since `since`, on the monotonic clock."""
+    def polled(self, where: str, since: float) -> None:
+        """The scheduler has polled a queue's KV transfers since `since`, on the monotonic clock."""
         if self._events is not None:
             seconds = time.monotonic() - since
             if seconds > STALL_SECONDS:
                 self._note(Rooms.stalled, where, seconds)
 
-    def _note(self, happened: Callable[..., None], *facts: Any) -> None:
+    def _note(self, happened: Callable[..., None], *facts: Any, seconds_ago: float = 0.0) -> None:
         events = self._events
         if events is not None:
             if len(events) < MAX_EVENTS:
-                events.append((happened, time.monotonic(), facts))
+                events.append((happened, time.monotonic() - seconds_ago, facts))
             elif len(events) < 2 * MAX_EVENTS:
                 events.append((_lose, 0.0, ()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Dict, List, Optional
 
@@ -75,5 +76,7 @@ def record_file(side: str, rank: str) -> Optional[RecordFile]:
     folder = os.environ.get(VARIABLE)
     if not folder:
         return None
-    name = "-".join([side, *rank.lower().replace("/", "of").split(), str(os.getpid())])
+    # Hosts may share the folder.
+    place = (socket.gethostname(), str(os.getpid()))
+    name = "-".join([side, *rank.lower().replace("/", "of").split(), *place])
     return RecordFile(Path(folder) / f"{name}.jsonl")

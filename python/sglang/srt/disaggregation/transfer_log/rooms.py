@@ -15,13 +15,20 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Callable, Dict, List, Set
+from typing import Callable, Dict, List, Optional, Set
 
-from .failures import ABORTED_BY_CLIENT, ABORTED_BY_PEER, ANOTHER_RANK, failure_kind
+from .failures import (
+    ABORTED_BY_CLIENT,
+    ABORTED_BY_PEER,
+    ANOTHER_RANK,
+    PEER_LOST,
+    failure_kind,
+)
 from .records import RequestRecord
 from .series import (
     BYTES,
     COPIES,
+    LOST_EVENTS,
     MALFORMED,
     MISMATCHED,
     PEERS,
@@ -39,6 +46,8 @@ STATES = {
     "prefill": ("bootstrapping", "prefilling", "sending"),
     "decode": ("allocating", "waiting", "receiving", "interleaving", "queued"),
 }
+# The queues that the scheduler polls for KV transfers.
+QUEUES = {"prefill": ("bootstrap", "inflight"), "decode": ("prealloc", "transfer")}
 # Open rooms that are followed; a rank has fewer.
 MAX_ROOMS = 1 << 16
 # A failed room ends so long after its failure if nothing else ends it.
@@ -46,6 +55,7 @@ FAILED_SECONDS = 60.0
 # No request stays longer in one state: each has a time-out of its own, of minutes.
 SILENT_SECONDS = 3600.0
 UNKNOWN_PEER = "unknown"
+ROOM_TAKEN = "bootstrap_room is already in use by another request"
 
 
 @dataclass
@@ -90,11 +100,28 @@ class Rooms:
         self._epoch = time.time() - time.monotonic()
         for state in STATES[side] if is_first_rank else ():
             series.set(ROOMS, 0, side, state)
+        # Prometheus sees no increase of a counter that begins above 0.
+        for metric in (MALFORMED, LOST_EVENTS):
+            series.add(metric, 0, side)
+        for queue in QUEUES[side]:
+            series.add(STALLS, 0, side, queue)
+            series.add(STALL_SECONDS, 0, side, queue)
 
     def opened(self, at: float, room: int, rid: str, peer: str, tokens: int) -> None:
-        """The rank has got a request; `peer` is the other server, if it is known."""
-        self._end(at, room)  # of an earlier request
+        """The rank has got a request; `peer` is the other server, if it is known.
+
+        If another request still has the room, which clients choose, both count as rejected: of
+        which of the two later events are, nobody knows.
+        """
+        known = self.rooms.get(room)
+        is_over = known is None or known.failed or known.state == "queued"
+        is_taken = not is_over and known.rid != rid
+        if is_taken:
+            self.failed(at, room, ROOM_TAKEN)
+        self._end(at, room)
         self._open(at, room, rid, peer, tokens)
+        if is_taken:
+            self.failed(at, room, ROOM_TAKEN)
 
     def entered(self, at: float, room: int, state: str) -> None:
         """The room enters a later state; one that it has passed changes nothing."""
@@ -113,7 +140,7 @@ class Rooms:
         if room in self.rooms:
             self.rooms[room].peer = peer
 
-    def wrote(
+    def sent(
         self,
         at: float,
         room: int,
@@ -122,21 +149,22 @@ class Rooms:
         path: str,
         size: int,
         copies: int,
-        seconds: float,
+        seconds: Optional[float],
     ) -> None:
-        """Copies to a decode server are written.
+        """Copies to a decode server are written, or have failed.
 
         Args:
             kind: `kv`, `state` or `aux`.
             path: `whole`, `slices`, `packed` or `engine`.
             size: Their bytes.
-            seconds: Since they were given to the transport.
+            seconds: Since they were given to the transport; None if that failed.
         """
         labels = (self.backend, self.series.peer(peer or UNKNOWN_PEER), kind, path)
         self.series.add(BYTES, size, *labels)
         self.series.add(COPIES, copies, *labels)
-        self.series.observe(TRANSFERS, seconds, *labels)
-        self.entered(at - seconds, room, "sending")
+        if seconds is not None:
+            self.series.observe(TRANSFERS, seconds, *labels)
+        self.entered(at - (seconds or 0.0), room, "sending")
         known = self.rooms.get(room)
         if known is not None:
             known.peer = peer or known.peer
@@ -146,19 +174,31 @@ class Rooms:
                 known.paths.add(path)
 
     def failed(self, at: float, room: int, reason: str) -> None:
-        """The room has failed; the first reason counts, but for an abort, which may have one."""
+        """The room has failed; the first reason counts.
+
+        But the engine aborts the requests of a prefill server that does not answer as if their
+        clients had left, and only then is it known why.
+        """
         known = self.rooms.get(room)
         if known is None:
             return
         known.failed = known.failed or at
-        if not known.reason or failure_kind(known.reason) == ABORTED_BY_CLIENT:
-            known.reason = reason or known.reason
+        kinds = (failure_kind(known.reason), failure_kind(reason))
+        if not known.reason or kinds == (ABORTED_BY_CLIENT, PEER_LOST):
+            known.reason = reason
 
     def rejected(self, at: float, room: int, reason: str) -> None:
         """A request was refused before anything of it was open."""
         if room not in self.rooms:
             self._open(at, room)
         self.failed(at, room, reason)
+        self._end(at, room)
+
+    def dropped(self, at: float, room: int, reason: str) -> None:
+        """The room is over without success, for this reason unless it has failed before."""
+        known = self.rooms.get(room)
+        if known is not None and not known.failed:
+            self.failed(at, room, reason)
         self._end(at, room)
 
     def ended(self, at: float, room: int) -> None:
@@ -171,7 +211,7 @@ class Rooms:
 
     def verified(self, at: float, peer: str, differs: bool) -> None:
         """A request's KV was compared with what a prefill server has."""
-        label = self.series.peer(peer)
+        label = self.series.peer(peer or UNKNOWN_PEER)
         self.series.add(VERIFIED, 1, label)
         self.series.add(MISMATCHED, differs, label)
 

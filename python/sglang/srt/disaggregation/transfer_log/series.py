@@ -19,7 +19,7 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.
 Labels = Tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of tables, equal only to itself
 class Metric:
     """One metric of Prometheus.
 
@@ -42,7 +42,9 @@ def _counter(name: str, help: str, *labels: str) -> Metric:
 
 
 _WRITTEN = ("backend", "peer", "kind", "path")
-BYTES = _counter("transfer_bytes", "Bytes given to the transport.", *_WRITTEN)
+BYTES = _counter(
+    "transfer_bytes", "Bytes given to the transport; also those of failed writes.", *_WRITTEN
+)
 COPIES = _counter("descriptors", "Copies given to the transport.", *_WRITTEN)
 TRANSFERS = Metric(
     "sglang_pd_transfer_seconds",
@@ -190,16 +192,26 @@ class Series:
                     del table[metric, labels]
                     self.changes += 1
 
-    def samples(self) -> Iterator[Tuple[Metric, str, Dict[str, str], float]]:
-        """Yields each sample: its metric, name, labels and value, as Prometheus's files have them.
+    def numbers(self) -> Iterator[Tuple[Metric, Labels, List[float]]]:
+        """Yields each series: its metric, its labels' values, and its samples' numbers.
 
-        A bucket counts the values that fell into it alone.
+        `sample_names` names them. A bucket counts the values that fell into it alone.
         """
-        for (metric, values), value in self.values.items():
-            suffix = "_total" if metric.kind == "counter" else ""
-            yield metric, metric.name + suffix, dict(zip(metric.labels, values)), value
-        for (metric, values), histogram in self.histograms.items():
-            labels = dict(zip(metric.labels, values))
-            yield metric, f"{metric.name}_sum", labels, histogram.sum
-            for bound, count in zip((*map(str, SECONDS), "+Inf"), histogram.counts):
-                yield metric, f"{metric.name}_bucket", {**labels, "le": bound}, count
+        for (metric, labels), value in self.values.items():
+            yield metric, labels, [value]
+        for (metric, labels), histogram in self.histograms.items():
+            yield metric, labels, [histogram.sum, *histogram.counts]
+
+
+def sample_names(metric: Metric, values: Labels) -> List[Tuple[str, Dict[str, str]]]:
+    """Returns name and labels of each of a series' samples, as Prometheus's files have them.
+
+    Args:
+        values: Of the labels.
+    """
+    labels = dict(zip(metric.labels, values))
+    if metric.kind == "histogram":
+        bounds = (*map(str, SECONDS), "+Inf")
+        buckets = [(f"{metric.name}_bucket", {**labels, "le": bound}) for bound in bounds]
+        return [(f"{metric.name}_sum", labels), *buckets]
+    return [(metric.name + ("_total" if metric.kind == "counter" else ""), labels)]

@@ -80,9 +80,7 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
         """Queues a request. Extends the engine's: notes it, unless it is refused."""
         super().add(req, *more, **options)
         if self.queue and self.queue[-1].req is req:
-            address = f"{req.bootstrap_host}:{req.bootstrap_port}"
-            is_known = address in getattr(self.kv_manager, "prefill_servers", ())
-            note_request(self.kv_manager, req, address if is_known else "")
+            note_request(self.kv_manager, req, f"{req.bootstrap_host}:{req.bootstrap_port}")
 
     def pop_preallocated(
         self, *given, **options
@@ -99,9 +97,9 @@ class DecodeTransferQueue(EngineDecodeTransferQueue):
 
     def pop_transferred(self, *given, **options) -> list[Req]:
         """Returns requests whose KV has arrived. Extends the engine's: notes if that takes long."""
-        start = time.monotonic()
+        start, before = time.monotonic(), list(self.queue)
         done = super().pop_transferred(*given, **options)
         manager = self.scheduler.disagg_decode_prealloc_queue.kv_manager
         note_seconds(manager, "transfer", start)
-        self.queued.note(manager, done, self.scheduler.waiting_queue)
+        self.queued.note(manager, before, self.queue, done, self.scheduler.waiting_queue)
         return done

@@ -80,9 +80,7 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
 
     def _create_receiver_and_enqueue(self, req: Req, *more, **options) -> DecodeRequest:
         """Starts a request. Extends the engine's: notes it."""
-        address = _bootstrap_addr(req)
-        is_known = address in getattr(self.kv_manager, "prefill_info_table", ())
-        note_request(self.kv_manager, req, address if is_known else "")
+        note_request(self.kv_manager, req, _bootstrap_addr(req))
         return super()._create_receiver_and_enqueue(req, *more, **options)
 
     def pop_preallocated(self, *given, **options) -> tuple[list[DecodeRequest], list]:
@@ -98,9 +96,9 @@ class DecodeTransferQueue(EngineDecodeTransferQueue):
 
     def pop_transferred(self, *given, **options) -> list[Req]:
         """Returns requests whose KV has arrived. Extends the engine's: notes if that takes long."""
-        start = time.monotonic()
+        start, before = time.monotonic(), list(self.queue)
         done = super().pop_transferred(*given, **options)
         manager = self.scheduler.disagg_decode_prealloc_queue.kv_manager
         note_seconds(manager, "transfer", start)
-        self.queued.note(manager, done, self.scheduler.waiting_queue)
+        self.queued.note(manager, before, self.queue, done, self.scheduler.waiting_queue)
         return done

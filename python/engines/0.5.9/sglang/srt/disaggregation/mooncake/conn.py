@@ -185,7 +185,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
             plan: None if the engine sends in its own way.
         """
         if self.transfer_log.is_on:
-            self.now_sending.note(session, self.worker_state.room, kind, plan)
+            self.now_sending.set(session, self.worker_state.room, kind, plan)
 
     def _transfer(
         self,

@@ -22,7 +22,6 @@ import requests
 from aiohttp import web
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd import peer_sockets
-from sglang.srt.disaggregation.pd.noted_transfers import count_kinds
 from sglang.srt.disaggregation.pd.peer_silence import VARIABLE
 from sglang.srt.disaggregation.pd.peer_sockets import ConnectionSnapshot, PeerSocket
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
@@ -71,7 +70,8 @@ class PrefillServer:
 class PrefillServers:
     """Queries and watches prefill servers for a decode rank's KV manager.
 
-    The manager has `heartbeat_interval` (seconds) and `max_failures` (heartbeats in a row).
+    The manager has `heartbeat_interval` (seconds) and `max_failures` (heartbeats in a row), and is
+    `NotedTransfers`, too.
     """
 
     # By bootstrap address: servers in use, and when to query those again that timed out.
@@ -112,6 +112,7 @@ class PrefillServers:
         if known is None:
             known = PrefillServer.read(self.query_route(address, -1, -1, -1) or {})
             if known is not None:
+                self.note_prefill(address)
                 self.prefill_servers[address] = known
         return known
 
@@ -157,7 +158,7 @@ class PrefillServers:
             # Infinite: it was sent nothing yet.
             if place and self.silent_seconds <= PeerSocket.to(*place).silent_for() < math.inf:
                 kinds[address] = "silent"
-        return count_kinds(kinds)
+        return self.count_prefills(kinds)
 
     def start_heartbeat(self) -> None:
         """Starts the thread that checks servers' health, and the periodic check for lost ones."""

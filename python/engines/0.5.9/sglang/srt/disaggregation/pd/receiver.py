@@ -250,7 +250,7 @@ class Receiver:
             if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
                 return  # the engine frees its pages
             self.kv_mgr.requested_ranks[self.bootstrap_room] = self.bootstrap_infos
-        self.kv_mgr.transfer_log.requested(self.bootstrap_room, self.bootstrap_addr)
+        self.kv_mgr.note_requested(self.bootstrap_room, self.bootstrap_addr)
         self.init_time = time.monotonic()
         self.pages, self.state_pages = kv_indices, state_indices
         state = b"" if state_indices is None else np.asarray(state_indices, np.int32).tobytes()
@@ -444,7 +444,7 @@ class Receiver:
         """Drops the failed room and returns why it failed."""
         self.conclude_state = KVPoll.Failed
         reason = self._end()
-        self.kv_mgr.transfer_log.ended(self.bootstrap_room)
+        self.kv_mgr.transfer_log.dropped(self.bootstrap_room, reason or "")
         return reason or "another decode rank failed"
 
     def _end(self) -> str | None:

@@ -74,5 +74,5 @@ class VerifyingManager:
             before = report.failed
             reason = self.verifier.compare(room, frames, pages, state_pages, report, seconds)
             reports.mark_changed(address)
-            self.transfer_log.verified(address, report.failed > before)
+            self.note_verified(address, report.failed > before)
         return reason

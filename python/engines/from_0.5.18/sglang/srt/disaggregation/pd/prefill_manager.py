@@ -33,6 +33,7 @@ from sglang.srt.utils.network import NetworkAddress
 logger = logging.getLogger(__name__)
 
 ENDED = (KVPoll.Success, KVPoll.Failed)
+UNSENT = "Aborted before it was sent"
 
 
 class PrefillManager(SilenceWatch, PeerQueues):
@@ -67,7 +68,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
             plan: None if the engine sends in its own way.
         """
         if self.transfer_log.is_on:
-            self.now_sending.note(peer, self.worker_state.room, kind, plan)
+            self.now_sending.set(peer, self.worker_state.room, kind, plan)
 
     def add_transfer_request(
         self,
@@ -257,6 +258,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
     def _drop_collected_room(self, room: int, notified: set[Endpoint]) -> None:
         if room in self.failures.senders:  # another request has the room
             return
+        self.transfer_log.dropped(room, self.failure_records.get(room, UNSENT))
         status = self.request_status.get(room)
         if status not in (None, KVPoll.Bootstrapping, KVPoll.Success):
             # It failed, or the scheduler has dropped a request for which decode waits.

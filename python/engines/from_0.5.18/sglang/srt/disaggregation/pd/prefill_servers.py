@@ -191,7 +191,7 @@ class PrefillServers:
             self.routes.pop(failed_bootstrap_addr, None)
             self.incompatible.pop(failed_bootstrap_addr, None)
 
-    def has_silent_socket(self, rank: dict) -> bool:
+    def has_gone_silent(self, rank: dict) -> bool:
         """Returns whether this prefill rank is silent; False for one that was sent nothing yet."""
         socket = PeerSocket.to(rank["rank_ip"], rank["rank_port"])
         return self.silent_seconds <= socket.silent_for() < math.inf

@@ -9,7 +9,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import RankLayout, encode_layout
 from sglang.srt.disaggregation.pd.compatibility import AbortNotifier
 from sglang.srt.disaggregation.pd.interleaving import Interleaver
-from sglang.srt.disaggregation.pd.noted_transfers import NotedTransfers, count_kinds
+from sglang.srt.disaggregation.pd.noted_transfers import NotedTransfers
 from sglang.srt.disaggregation.pd.packing import PackingBuffers
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
@@ -92,9 +92,16 @@ class RankManager(NotedTransfers, PrefillServers, EngineAttributes):
             kinds[address] = "patched" if is_patched else "stock"
             if address in self.incompatible:
                 kinds[address] = "refused"
-            elif any(self.has_silent_socket(rank) for rank in list(ranks.values())):
+            elif any(self.has_gone_silent(rank) for rank in list(ranks.values())):
                 kinds[address] = "silent"
-        return count_kinds(kinds)
+        return self.count_prefills(kinds)
+
+    def _query_sizes(self, address: str) -> bool:
+        """Queries a server. Extends `PrefillServers`': notes the name of one that has answered."""
+        is_known = super()._query_sizes(address)
+        if is_known:
+            self.note_prefill(address)
+        return is_known
 
     def check_status(self, bootstrap_room: int) -> KVPoll:
         """Returns a room's status; `Failed` for a room that another thread has just dropped.

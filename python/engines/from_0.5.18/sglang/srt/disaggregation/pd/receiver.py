@@ -114,7 +114,7 @@ class PrefillReceiver:
         manager, room = self.kv_mgr, self.bootstrap_room
         self.stop_interleaving()
         if self.conclude_state == KVPoll.Failed:
-            manager.transfer_log.ended(room)
+            manager.transfer_log.dropped(room, "")  # maybe only another rank knows why
         manager.requested_ranks.pop(room, None)
         with manager.status_lock:
             clear()

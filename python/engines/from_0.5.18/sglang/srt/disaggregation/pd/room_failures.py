@@ -313,7 +313,10 @@ class NotifyingSender:
             self.finalizer.detach()
         manager, room = self.kv_mgr, self.bootstrap_room
         if hasattr(manager, "failures") and manager.failures.senders.get(room, self) is self:
-            manager.transfer_log.ended(room)
+            if self.conclude_state == KVPoll.Failed:
+                manager.transfer_log.dropped(room, "")  # maybe only another rank knows why
+            else:
+                manager.transfer_log.ended(room)
         if self.conclude_state == KVPoll.Failed and self._notifies_decode():
             self.reason = manager.failure_records.get(room)
             manager.failures.run_when_stored(room, self._clear_failed)

@@ -63,7 +63,7 @@ class InterleavingReceiver:
     def send_metadata(self, kv_indices, aux_index=None, state_indices=None, *more, **options):
         """Sends the metadata. Extends the engine's: notes the pages, which may be interleaved."""
         self.requested_pages = (kv_indices, state_indices[0] if state_indices else None)
-        self.kv_mgr.transfer_log.requested(self.bootstrap_room, self.bootstrap_addr)
+        self.kv_mgr.note_requested(self.bootstrap_room, self.bootstrap_addr)
         return super().send_metadata(kv_indices, aux_index, state_indices, *more, **options)
 
     def poll(self) -> KVPoll:

@@ -152,7 +152,7 @@ class VerifyingReceiver:
             before = report.failed
             reason = verifier.compare(self.bootstrap_room, frames, pages, state, report, seconds)
             verifier.reports.mark_changed(self.bootstrap_addr)
-            manager.transfer_log.verified(self.bootstrap_addr, report.failed > before)
+            manager.note_verified(self.bootstrap_addr, report.failed > before)
         return reason
 
     def clear(self) -> None:
