@@ -125,7 +125,7 @@ PANELS = (
             "malformed messages on {{side}}": rate("sglang_pd_malformed_messages_total", "side"),
             "lost events on {{side}}": rate("sglang_pd_lost_events_total", "side"),
         },
-        "With SGLANG_PD_VERIFY: KV that differs. Messages that no rank sends.",
+        "With SGLANG_PD_VERIFY, KV that differs; messages that cannot be read; events not counted.",
     ),
 )
 
