@@ -10,6 +10,7 @@ from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, prompts
 from test_shared_fleet import DECODES, PREFILLS, make_shared_fleet, sizes
 
 from pd_harness import cluster, prometheus
+from pd_harness.device import device
 from pd_harness.polling import wait_until
 from sglang_pd.dev.grafana_board import PANELS
 
@@ -18,6 +19,7 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.alone,
     pytest.mark.timeout(900),
+    pytest.mark.skipif(device() != "cpu", reason="four servers, on one machine's cores"),
     pytest.mark.skipif(prometheus.skip_reason() is not None, reason=f"{prometheus.skip_reason()}"),
 ]
 

@@ -18,10 +18,16 @@ from three_servers import HEARTBEATS, SILENT
 
 from pd_harness import cluster
 from pd_harness.cluster import Server, Topology
+from pd_harness.device import device
 from pd_harness.polling import wait_until
 from pd_harness.ports import free_ports
 
-pytestmark = [pytest.mark.serving, pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.nightly,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(device() != "cpu", reason="its backends are NIXL and Mooncake"),
+]
 
 PATIENCE = 150  # seconds, for an answer; 0.5.9's decode may keep a failed request's pages for 70
 # For metrics to say so: a request that failed may end a minute later.
@@ -75,7 +81,7 @@ def test_clients_that_leave_are_told_from_failures(backend, reference):
             assert_becomes(lambda server=server: open_rooms(server), {})
             ended = sums(server, "requests_total", "ended")
             assert sum(ended.values()) <= CLIENTS + len(prompts()), ended
-            assert ended[("aborted",)] > CLIENTS / 10, ended
+            assert ended.get(("aborted",), 0) > CLIENTS / 10, ended
             # Those whose first rank learns only that another one has failed.
             assert ended.get(("failed",), 0) < CLIENTS / 10, ended
             found = failures(server)
@@ -89,14 +95,14 @@ def test_dead_and_stopped_decode_servers_are_named(backend):
     with metered_pair(backend, "decode") as (prefill, decode):
         peer = name_for_prefill(decode)
         assert ask(prefill, decode) == 200
-        assert_becomes(lambda: sums(prefill, "peers", "kind")[("patched",)], 1)
+        assert_becomes(lambda: sums(prefill, "peers", "kind").get(("patched",)), 1)
         with ThreadPoolExecutor(1) as pool:
             with stopped(decode):
                 lost = pool.submit(ask, prefill, decode)
-                assert_becomes(lambda: sums(prefill, "peers", "kind")[("silent",)], 1)
+                assert_becomes(lambda: sums(prefill, "peers", "kind").get(("silent",)), 1)
             lost.result()  # decode has it once it goes on
         assert wait_until(lambda: ask(prefill, decode) == 200, PATIENCE, 1)
-        assert_becomes(lambda: sums(prefill, "peers", "kind")[("silent",)], 0)
+        assert_becomes(lambda: sums(prefill, "peers", "kind").get(("silent",)), 0)
         before = failures(prefill)
         assert {one for one, _ in before} <= {peer, "unknown"}
         decode.stop()

@@ -19,7 +19,7 @@ REQUEST_ERRORS = (httpx.HTTPError, httpx.InvalidURL, ValueError, msgspec.Validat
 # Parameters of a `/route` request: for the whole server in 0.5.9, for rank 0 in later releases.
 SERVER_QUERY = {"engine_rank": -1, "target_dp_group": -1, "target_pp_rank": -1}
 RECENT_FAILURES = "sglang_pd_failures_last_hour"
-HARMLESS = ("aborted_by_client",)
+HARMLESS = ("aborted_by_client", "aborted_by_peer")  # of the latter the other server has the cause
 RANK_QUERY = dict.fromkeys(
     ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"), 0
 )
