@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
-from engine_release import IS_DEFAULT, SINCE_0_5_23
+from engine_release import SINCE_0_5_23
 from scheduler_dumps import dump_schedulers, longest_pause_ms, paused_in_mid_prompt
 from server_pairs import assert_freed
 from serving_checks import holds_nothing, stopped
@@ -51,16 +51,8 @@ def killed(server: Server):
     yield
 
 
-# Releases other than the default try each attack over one backend.
-ATTACKS = [(attack, backend) for attack in (stopped, killed) for backend in ("nixl", "mooncake")]
-if not IS_DEFAULT:
-    ATTACKS = [(stopped, "mooncake"), (killed, "nixl")]
-
-
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    "attack, backend", [pytest.param(*one, id=f"{one[0].__name__}-{one[1]}") for one in ATTACKS]
-)
+@pytest.mark.parametrize("attack, backend", [(stopped, "mooncake"), (killed, "nixl")])
 def test_stopped_prefill_server_does_not_delay_the_other(backend, attack):
     with two_prefill_servers("stopped", backend, "patched") as servers:
         first, second, decode = servers
