@@ -51,6 +51,11 @@ class Fault:
     change: list[tuple[str, str]]
     first: str = ""
 
+    @property
+    def words(self) -> str:
+        """The fault's name, file and first tests, in which `--only` looks."""
+        return f"{self.name} {self.file} {self.first}"
+
 
 def faults(release: str) -> list[Fault]:
     """The faults of this release's trees; of trees that it shares only for the default release."""
@@ -153,7 +158,9 @@ def find_failing_test(fault: Fault, checkout: Path, release: str) -> str | None:
 
 def main(
     releases: Annotated[list[str], typer.Argument(help="Releases of the engine.")],
-    only: Annotated[str, typer.Option(help="Only the faults with WORD in their name.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Only faults with WORD in their name, file or tests.")
+    ] = "",
     check: Annotated[
         bool, typer.Option("--check", help="Only check that each fault can be applied.")
     ] = False,
@@ -163,7 +170,7 @@ def main(
     title = "Faults in the patch set, one at a time"
     table = Table("release", "fault", "found by", "seconds", title=title)
     missed = 0
-    chosen = [(name, one) for name in releases for one in faults(name) if only in one.name]
+    chosen = [(name, one) for name in releases for one in faults(name) if only in one.words]
     with tempfile.TemporaryDirectory(prefix="sglang-pd-mutants-") as folder:
         checkout = copy_checkout(Path(folder), releases)
         if not check:

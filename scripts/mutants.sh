@@ -4,7 +4,7 @@
 # usage: scripts/mutants.sh [--release RELEASE]... [--only WORD] [--check]
 #
 #   --release RELEASE  faults in this release's own files; without one, of all releases
-#   --only WORD        only the faults with WORD in their name
+#   --only WORD        only faults with WORD in their name, file or tests
 #   --check            only check that each fault can be applied
 #
 # Half an hour per release on two cores; status 1 if a fault is not found. See scripts/mutants.py.

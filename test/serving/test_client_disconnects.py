@@ -86,12 +86,9 @@ FLEETS = [
 # test is about how soon they come.
 LATER = [
     (fleet("nixl", **PP_2), "http 500"),  # after the time-outs of ENGINE_TIMEOUTS
-    (fleet("nixl", **TP_2), "right"),
     (fleet("nixl", "either", overlap=True, **TP_2_TO_2), "right"),
     (fleet("mooncake", **PP_2), "wrong"),
-    (fleet("mooncake", overlap=True, **TP_2_TO_2), "right"),
     (fleet("ascend", **PP_2), "right"),
-    (fleet("ascend", "router", **PP_3), "right"),
     (fleet("nixl", "either", **PP_2_TO_2), "hang"),
     (fleet("mooncake", **PP_2_TO_2), "hang"),
 ]

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
-from engine_release import IS_DEFAULT, SINCE_0_5_23
+from engine_release import SINCE_0_5_23
 from scheduler_dumps import dump_schedulers, longest_pause_ms, paused_in_mid_prompt
 from server_pairs import assert_freed
 from serving_checks import holds_nothing, stopped
@@ -37,7 +37,7 @@ AT_ONCE = 3  # seconds, for an answer of the surviving server
 # passes, and with two stages the other stage's. A loop that waits for a peer pauses longer.
 ADDED_MS = 50
 ADDED_TO_STAGES_MS = 150
-BOOTSTRAP_QUERY_SECONDS = 5  # for which stock's scheduler waits for a bootstrap server
+LONG_PAUSE = 4  # seconds; stock's scheduler waits for a bootstrap server for 5
 # Seconds, for requests to the stopped server. Before 0.5.23 they fail after 40: 5 until ZeroMQ
 # notices, 5 of silence, and 30 in which their pages may be written to; with 0.5.9's Mooncake 30 s
 # later.
@@ -51,16 +51,8 @@ def killed(server: Server):
     yield
 
 
-# Releases other than the default try each attack over one backend.
-ATTACKS = [(attack, backend) for attack in (stopped, killed) for backend in ("nixl", "mooncake")]
-if not IS_DEFAULT:
-    ATTACKS = [(stopped, "mooncake"), (killed, "nixl")]
-
-
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    "attack, backend", [pytest.param(*one, id=f"{one[0].__name__}-{one[1]}") for one in ATTACKS]
-)
+@pytest.mark.parametrize("attack, backend", [(stopped, "mooncake"), (killed, "nixl")])
 def test_stopped_prefill_server_does_not_delay_the_other(backend, attack):
     with two_prefill_servers("stopped", backend, "patched") as servers:
         first, second, decode = servers
@@ -96,15 +88,17 @@ def test_stock_decode_blocks_on_a_stopped_prefill_server(backend):
         first, _, decode = servers
         with stopped(first):
             dump_schedulers(decode)
-            _, seconds = request_both(pool, servers, to_first=False)
+            _, seconds = request_both(pool, servers, to_first=False, until=LONG_PAUSE)
             pause_ms = longest_pause_ms(dump_schedulers(decode))
             decode.stop()  # it would answer no other request for minutes
     record_attack("prefill server stopped", backend, "stock", pause_ms, seconds, None)
-    assert pause_ms > 1000 * (BOOTSTRAP_QUERY_SECONDS - 1), (pause_ms, seconds)
+    assert pause_ms > 1000 * LONG_PAUSE, (pause_ms, seconds)
 
 
-def request_both(pool, servers, to_first: bool = True) -> tuple[list[Future], list[float]]:
-    """Sends requests for both prefill servers.
+def request_both(
+    pool, servers, to_first: bool = True, until: float = PATIENCE
+) -> tuple[list[Future], list[float]]:
+    """Sends requests for both prefill servers, until an answer takes ``until`` seconds.
 
     Returns futures of the first server's answers, and the seconds of the second server's. Without
     ``to_first``, only decode gets the first server's requests, because a stopped server would not
@@ -122,6 +116,8 @@ def request_both(pool, servers, to_first: bool = True) -> tuple[list[Future], li
             break
         assert answer.status_code == 200, answer.text
         answered.append(round(seconds, 2))
+        if seconds >= until:
+            break
         time.sleep(1)
     return of_first, answered
 

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from engine_release import IS_DEFAULT, SINCE_0_5_18
+from engine_release import SINCE_0_5_18
 from error_texts import OTHER_RANK_FAILED
 from fleet import Fleet, Outcome, Side
 from hypothesis import given, settings
@@ -296,7 +296,7 @@ NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(1800)]
     "examples, requests",
     [
         (2 if SINCE_0_5_18 else 5, 10),
-        pytest.param(25 if IS_DEFAULT else 15, 100, marks=NIGHTLY),
+        pytest.param(15, 100, marks=NIGHTLY),
     ],
     ids=["few", "many"],
 )

@@ -71,6 +71,22 @@ def test_reason_names_the_other_stage(monkeypatch):
     assert reasons == ["the request failed on another pipeline stage, whose log has the reason"]
 
 
+def test_requests_run_in_one_order():
+    """A stage that lacked memory for one for a while has admitted them in another order."""
+    pp_stages.group()
+    first, later = stages = [pp_stages.TransferStage(number, RIDS, 8) for number in (0, 1)]
+    later.disagg_decode_transfer_queue.queue.reverse()
+    for stage in stages:
+        for rid in RIDS[1:]:
+            stage.pollers[rid].set_state("done")
+    later.previous_output = first.propose()
+    decision = later.propose()
+    for stage in stages:
+        decision = stage.decide(decision)
+    assert first.accepted() == later.accepted() == RIDS[1:]
+    assert first.remaining() == later.remaining() == RIDS[:1]
+
+
 class AdmittingQueue:
     """A queue of requests to admit, of which some do not fit until `room` is raised."""
 

@@ -1,4 +1,4 @@
-"""A silent decode rank hardly delays others: Mooncake's real queues and workers."""
+"""Mooncake's real queues and workers: a silent decode rank hardly delays others."""
 
 import concurrent.futures
 import statistics
@@ -340,3 +340,35 @@ def test_abort_during_the_last_write_fails_the_request(manager):
     go_on.set()
     ((_, *notice),) = wait_until(lambda: manager.notices, 10)
     assert notice == [70, KVPoll.Failed, "Aborted by AbortReq."]
+
+
+@pytest.mark.parametrize("first", ["decode", "prefill"])
+def test_what_is_queued_for_a_failed_request_spares_the_next_of_its_room(manager, first):
+    """A chunk and the failure's notice wait behind another room's write; decode may ask again."""
+    started, goes_on, written = threading.Event(), threading.Event(), []
+
+    def write(session, *lists):
+        started.set()
+        written.extend(lists[0])
+        return 0 if goes_on.wait(10) else -1
+
+    manager.engine = SimpleNamespace(batch_transfer_sync=write)
+    send(manager, 1, LIVE)
+    assert started.wait(5)
+    send(manager, 2, LIVE)
+    manager.fail(2, "a client left")
+    assert manager.close_failed_room(2) == "a client left"
+    if first == "prefill":
+        manager.update_status(2, KVPoll.Bootstrapping)
+    open_room(manager, 2, LIVE)
+    goes_on.set()
+    assert wait_until(lambda: len(manager.notices) == 2, 5)
+    assert [notice[1:] for notice in manager.notices] == [
+        (1, KVPoll.Success, ""),
+        (2, KVPoll.Failed, "a client left"),
+    ]
+    assert manager.check_status(2) == KVPoll.WaitingForInput and len(written) == 1
+    manager.add_transfer_request(2, np.array([2], np.int32), slice(0, 1), True, 0)
+    assert wait_until(lambda: len(manager.notices) == 3, 5)
+    assert manager.notices[2][1:] == (2, KVPoll.Success, "") and len(written) == 2
+    assert not manager.transfer_infos

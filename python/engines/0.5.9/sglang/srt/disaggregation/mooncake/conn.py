@@ -54,7 +54,7 @@ from sglang.srt.disaggregation.pd.message_checks import (
     start_reader_thread,
 )
 from sglang.srt.disaggregation.pd.packing import copies_of_unit
-from sglang.srt.disaggregation.pd.peer_queue import PeerQueue, PeerQueues
+from sglang.srt.disaggregation.pd.peer_queue import PeerQueue, PeerQueues, Peers
 from sglang.srt.disaggregation.pd.peers import PeerRegistration, RoomRequest, split_state
 from sglang.srt.disaggregation.pd.room_failures import (
     ENDED,
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
         AuxDataCodec,
         CommonKVSender,
         KVTransferError,
-        TransferKVChunk,
     )
 
 logger = logging.getLogger(__name__)
@@ -91,6 +90,15 @@ class TransferInfo(RoomRequest):
     @property
     def name(self) -> str:
         return self.mooncake_session_id
+
+
+@dataclasses.dataclass
+class TransferKVChunk:
+    # What it is for: decode's requests of its room, by session. The next request with this room,
+    # which may be here before the chunk is sent, has another dictionary.
+    requests: dict[str, TransferInfo] = dataclasses.field(default_factory=dict)
+    # Why the room failed, where the chunk only concludes it.
+    reason: str = ""
 
 
 @dataclasses.dataclass
@@ -301,22 +309,35 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
                 logger.exception(f"Room {chunk.room}: could not send KV")
                 reason = f"Prefill could not send KV: {error}"
                 try:
-                    self._send_conclusion(chunk.room, KVPoll.Failed, reason)
+                    self._conclude(chunk, KVPoll.Failed, reason)
                 except Exception:
                     logger.exception(f"Room {chunk.room}: could not notify decode")
 
     def _send_chunk(self, chunk: TransferKVChunk, executor: ThreadPoolExecutor) -> None:
-        if self.check_status(chunk.room) == KVPoll.Failed:
-            self._send_conclusion(chunk.room, KVPoll.Failed)
-            return
         if chunk.is_last and chunk.prefill_aux_index is None:
-            return  # the chunk concludes an earlier request with this room
+            self._notify(chunk.requests, KVPoll.Failed, chunk.reason)
+            return
+        if not self._is_current(chunk):
+            return
+        if self.check_status(chunk.room) == KVPoll.Failed:
+            self._conclude(chunk, KVPoll.Failed)
+            return
         self.note_chunk(chunk.room, chunk.index_slice, chunk.prefill_kv_indices)
-        for req in list(self.transfer_infos.get(chunk.room, {}).values()):
+        for req in list(chunk.requests.values()):
             if not req.is_dummy:
                 self._send_to_peer(req, chunk, executor)
         if chunk.is_last:
-            self._send_conclusion(chunk.room, KVPoll.Success)
+            self._conclude(chunk, KVPoll.Success)
+
+    def _is_current(self, chunk: TransferKVChunk) -> bool:
+        """Whether the chunk's request is open: not dropped, nor replaced by one of its room."""
+        return (
+            chunk.room in self.request_status
+            and self.transfer_infos.get(chunk.room) is chunk.requests
+        )
+
+    def _peers_of(self, chunk: TransferKVChunk) -> Peers:
+        return frozenset(chunk.requests)
 
     def _send_to_peer(
         self, req: TransferInfo, chunk: TransferKVChunk, executor: ThreadPoolExecutor
@@ -354,32 +375,33 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
             req.unsettled_until = time.monotonic() + self.unsettled_seconds
             raise
 
-    def _send_conclusion(self, room: int, status: KVPoll, reason: str = "") -> None:
-        """Notifies the room's decode ranks of how it concluded on this rank."""
+    def _conclude(self, chunk: TransferKVChunk, status: KVPoll, reason: str = "") -> None:
+        """Concludes the chunk's request on this rank and notifies its decode ranks.
+
+        Does nothing if it was dropped, which queues a chunk that notifies them.
+        """
         with self.rooms_lock:
-            peers = self.transfer_infos.get(room, {}).values()
-            waiting = [req for req in peers if not (req.is_dummy or req.is_notified)]
+            if not self._is_current(chunk):
+                return
+            if reason:
+                self.record_failure(chunk.room, reason)
+            self.update_status(chunk.room, status)
+            # Failed, if its request was aborted while its last chunk was written.
+            status = self.check_status(chunk.room)
+            # `close_failed_room` needs a failed room's peers, to record who was notified.
+            if status != KVPoll.Failed:
+                self.transfer_infos.pop(chunk.room)
+            reason = self.failure_records.get(chunk.room, FAILED_ELSEWHERE)
+        self._notify(chunk.requests, status, reason)
+
+    def _notify(self, requests: Mapping[str, TransferInfo], status: KVPoll, reason: str) -> None:
+        """Notifies decode ranks of how the room that they requested concluded, once each."""
+        with self.rooms_lock:
+            waiting = [req for req in requests.values() if not (req.is_dummy or req.is_notified)]
             for req in waiting:
                 req.is_notified = True
-            if room in self.request_status:
-                if reason:
-                    self.record_failure(room, reason)
-                self.update_status(room, status)
-            # Failed, if its request was aborted while its last chunk was written.
-            status = self.check_status(room)
-            # `close_failed_room` needs a failed room's peers, to record who was notified.
-            if self.request_status.get(room) != KVPoll.Failed:
-                self.transfer_infos.pop(room, None)
-            known = self.failed_rooms.get(room)
-            reason = (
-                self.failure_records.get(room)
-                or (known.reason if known else self.aborted_before_request.get(room))
-                or reason
-                or FAILED_ELSEWHERE
-            )
-            reason = reason if status == KVPoll.Failed else ""
         for req in waiting:
-            self._notify_when_settled(req, status, reason)
+            self._notify_when_settled(req, status, reason if status == KVPoll.Failed else "")
 
     def _notify_when_settled(self, req: TransferInfo, status: KVPoll, reason: str) -> None:
         """Notifies decode when it may free its pages; a timer waits for that, not the caller."""
@@ -487,28 +509,39 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         """
         if self.check_status(bootstrap_room) != KVPoll.Failed:
             chunk = (kv_indices, index_slice, is_last, aux_index, state_indices)
-            self._enqueue(TransferKVChunk(bootstrap_room, *chunk))
+            requests = self.transfer_infos.get(bootstrap_room, {})
+            self._enqueue(TransferKVChunk(bootstrap_room, *chunk, requests))
 
     def conclude_failure(self, room: int, reason: str) -> None:
         """Notifies the room's decode ranks of its failure, after the write that is under way.
 
-        Its queued chunks are not sent. A last chunk without `prefill_aux_index` makes a worker do
-        this, which reads the reason from the room's records.
+        Its queued chunks are not sent.
         """
-        self._enqueue(TransferKVChunk(room, np.empty(0, np.int32), slice(0), True, None, None))
+        with self.rooms_lock:
+            reason = self.failure_records.get(room, reason)
+            requests = self.transfer_infos.get(room, {})
+            if room not in self.request_status:  # its request has not arrived, or has concluded
+                self.transfer_infos.pop(room, None)
+        self._queue_failure(room, requests, reason)
+
+    def _queue_failure(self, room: int, requests: dict[str, TransferInfo], reason: str) -> None:
+        """Has a worker notify decode ranks of a failure; a last chunk without metadata says so."""
+        chunk = (np.empty(0, np.int32), slice(0), True, None, None)
+        self._enqueue(TransferKVChunk(room, *chunk, requests, reason))
 
     def _enqueue(self, chunk: TransferKVChunk) -> None:
         """Queues a chunk for its decode ranks; does nothing if none has requested the room."""
-        if self.transfer_infos.get(chunk.room):
+        if chunk.requests:
             self.queues_made.wait()
             self.transfer_queues[0].put(chunk)
 
     def close_failed_room(self, room: int) -> str:
         """Drops a failed room and returns why it failed; notifies decode once no write runs."""
         with self.rooms_lock:
+            requests = self.transfer_infos.pop(room, {})
             reason = self.drop_room(room) or FAILED_ELSEWHERE
-            self.record_failed_room(room, reason, self.transfer_infos.get(room, ()))
-        self.conclude_failure(room, reason)
+            self.record_failed_room(room, reason, requests)
+        self._queue_failure(room, requests, reason)
         return reason
 
     def _drop_backend_state(self, room: int) -> None:
