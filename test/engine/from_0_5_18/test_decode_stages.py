@@ -63,6 +63,13 @@ def test_stock_stages_diverge(stock, case):
     assert found[0] != found[1], found
 
 
+@pytest.mark.parametrize("stage", range(3))
+def test_stages_that_still_wait_learn_of_a_failure(stage):
+    """What they wait for may never fail on its own, or only by a time-out of minutes."""
+    found = pp_stages.run_stages("transfer", 3, RIDS, [[0, stage, "1", "failed"]], 3)
+    assert found == [[[], ["2", "3"]]] * 3
+
+
 @pytest.mark.parametrize("stages", [2, 3])
 def test_stage_that_holds_pages_ends_their_request_later(stages):
     """The first stage has ended it by then, and names it no more."""

@@ -51,7 +51,7 @@ class SchedulerPPMixin(EngineSchedulerPPMixin):
         return done
 
     def _pp_pd_get_decode_transferred_ids(self) -> list[list[str]]:
-        """Decode: returns requests that are over on all stages so far, and which of them failed.
+        """Decode: returns requests that are over on all stages so far, and those that failed.
 
         Replaces the engine's, which returns no failures, and does not wait for metadata.
         """
@@ -68,20 +68,20 @@ class SchedulerPPMixin(EngineSchedulerPPMixin):
             over = (over & over_before) | gone
             failed |= failed_before
             failed |= gone
-        return [sorted(over), sorted(failed & over)]
+        return [sorted(over), sorted(failed)]
 
     def process_decode_transfer_queue(
         self, release_rids: list[list[str]] | None
     ) -> list[list[str]] | None:
-        """Decode: ends the requests that are over on all stages; fails those that one failed.
+        """Decode: ends the requests that are over on all stages; fails those that failed on one.
 
         Extends the engine's, which returns no failed request, so that later stages keep its pages.
         A later stage ends a request of which it holds the pages in a later round: the first one
         names it only once.
 
         Args:
-            release_rids: The requests that are over, and which of them failed; None in a round
-                without an exchange.
+            release_rids: The requests that are over, and those that failed on a stage; None in a
+                round without an exchange.
 
         Returns:
             Which requests this stage has ended, for the next stage to do the same, and those that
@@ -94,7 +94,7 @@ class SchedulerPPMixin(EngineSchedulerPPMixin):
         queue = self.disagg_decode_transfer_queue
         for request in queue.queue:
             if request.req.rid in failed and request.kv_receiver.poll() != KVPoll.Failed:
-                _fail(request.kv_receiver)
+                _fail(request.kv_receiver)  # also if this stage would wait for its time-out
         # A stage that admitted one late has them in another order, and all must run in the same.
         queue.queue.sort(key=lambda request: request.req.rid)
         super().process_decode_transfer_queue(over)
