@@ -52,7 +52,7 @@ def acknowledge(decode, *ranks: int, generation: int | None = None) -> None:
 
 def test_pages_are_held_until_all_prefill_ranks_acknowledge(receiver, decode, sent):
     assert receiver.is_held() and receiver.is_held()
-    assert [parse_abort(frames) for frames in sent] == [(ROOM, ENDPOINT)] * len(RANKS)  # once
+    assert [parse_abort(frames)[:2] for frames in sent] == [(ROOM, ENDPOINT)] * len(RANKS)  # once
     acknowledge(decode, 0, 0)
     assert receiver.is_held()
     acknowledge(decode, 1)
@@ -173,6 +173,16 @@ def test_abort_of_a_poisoned_room_is_not_acknowledged(requested):
     requested.poison_deferred_ack_room(ROOM)
     abort(requested)
     assert not acknowledged(requested)
+
+
+@pytest.mark.parametrize("number", [b"x", b"", b"\xff", b"9" * 5000], ids=lambda one: str(one[:4]))
+def test_abort_with_an_invalid_number_is_not_acknowledged(number, requested):
+    """It must not end the thread that reads messages: the next abort is acknowledged."""
+    process_messages(requested, [*abort_message(ROOM, ENDPOINT), number])
+    assert not acknowledged(requested)
+    assert requested.request_status[ROOM] == KVPoll.Failed
+    process_messages(requested, abort_message(ROOM, ENDPOINT, 3))
+    assert acknowledged(requested) == [ack_message(ROOM, 0, 3)]
 
 
 def test_abort_of_a_stock_decode_rank_is_not_acknowledged(requested):

@@ -141,15 +141,15 @@ class RoomConclusions:
         """Fails a room that decode aborts, and acknowledges that once nothing of it is written."""
         if not msg or msg[0] != ABORT:
             return False
-        room, decode = parse_abort(msg)
+        room, decode, generation = parse_abort(msg)
         if room is None:
             return True
         if self.request_status.get(room, KVPoll.Success) not in ENDED:
             self.record_failure(room, ABORTED_BY_DECODE)
             self.update_status(room, KVPoll.Failed)
-        if decode is not None and len(msg) > 4:
+        if generation is not None:
             with self.drain_lock:
-                self.ack_targets.setdefault(room, {})[decode] = int(msg[4])
+                self.ack_targets.setdefault(room, {})[decode] = generation
             self._maybe_ack_drained_abort(room)
         return True
 
