@@ -235,8 +235,7 @@ class WorkerRooms(ForwardEvents, PrefillManager, RoomConclusions):
         if status not in ENDED or self.sending.room != room:
             if status == KVPoll.Bootstrapping and room not in self.request_status:  # a new request
                 self._deferred_ack_poisoned_rooms.discard(room)
-            super().update_status(room, status)
-            return
+            return super().update_status(room, status)
         if status == KVPoll.Failed:
             self.fail_chunk(room, "", self.settle_writes())
         else:
