@@ -44,14 +44,10 @@ def ack_message(room: int, sender: int, generation: int) -> list[bytes]:
 
 
 class AckInbox:
-    """Which prefill ranks have acknowledged the abort of each room that is kept.
-
-    Attributes:
-        rooms: By room: the number of its abort, which tells it from that of an earlier request with
-            this room, and the prefill ranks.
-    """
+    """Which prefill ranks have acknowledged the abort of each room that is kept."""
 
     def __init__(self):
+        # By room: its abort's number, unlike that of an earlier request, and the prefill ranks.
         self.rooms: dict[int, tuple[int, set[int]]] = {}
         self._generations = itertools.count(1)
 
