@@ -129,7 +129,8 @@ class RoomConclusions:
     def _is_postponed(self, endpoint: Endpoint, room: int, status: KVPoll) -> bool:
         """Whether a stock decode rank is notified later, because a worker has a chunk of the room.
 
-        The worker that ends the room has waited for its own writes.
+        The worker that ends the room has waited for its own writes, as far as it can; then stock
+        frees its pages, as always.
         """
         with self.drain_lock:
             if status != KVPoll.Failed or not self.writing[room] or self.sending.room == room:
