@@ -79,6 +79,17 @@ def test_stage_that_holds_pages_ends_their_request_later(stages):
     assert found == [[[], ["2", "3"]]] * stages
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_later_stage_still_ends_what_it_could_not_end_at_once(is_first):
+    """It is told only once; the first stage names it again itself."""
+    pp_stages.group()
+    stage = pp_stages.TransferStage(0 if is_first else 1, RIDS, 8)
+    assert stage.decide([["1"], []]) == [[], []]
+    stage.pollers["1"].set_state("done")
+    assert stage.decide([[], []]) == [[] if is_first else ["1"], []]
+    assert stage.remaining() == (RIDS if is_first else RIDS[1:])
+
+
 def test_reason_names_the_other_stage(monkeypatch):
     reasons = []
     monkeypatch.setattr(
