@@ -28,7 +28,8 @@ def root(tmp_path):
 def test_changed_file_raises(root, monkeypatch):
     file_guard.check_files(root)
     (root / "a.py").write_text("A = 2\n")
-    with pytest.raises(RuntimeError, match="was changed after `sglang-pd apply`.*: a.py. "):
+    told = "was changed after `sglang-pd apply`.*: a.py. .*`sglang-pd revert` leaves the new"
+    with pytest.raises(RuntimeError, match=told):
         file_guard.check_files(root)
     monkeypatch.setenv(file_guard.VARIABLE, "0")
     file_guard.check_files(root)

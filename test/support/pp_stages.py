@@ -23,12 +23,17 @@ STATES = {"failed": KVPoll.Failed, "ready": KVPoll.WaitingForInput, "done": KVPo
 
 
 class Poller:
-    """Stands in for a sender or receiver; like the engine's, it never leaves a final state."""
+    """Stands in for a sender or receiver; like the engine's, it never leaves a final state.
+
+    Args:
+        held: At how many polls, once it has failed, its pages may still be written to; of interest
+            on 0.5.18 only.
+    """
 
     bootstrap_room = 0
 
-    def __init__(self, state: int):
-        self.state = state
+    def __init__(self, state: int, held: int = 0):
+        self.state, self.held = state, held
         self.is_over = self.aborted_by_engine = False
         self.reason = ""
         self.kv_mgr = self  # which records the reason
@@ -46,6 +51,10 @@ class Poller:
 
     def init(self, *args) -> None:
         """Does nothing, because no KV is sent."""
+
+    def is_held(self) -> bool:
+        self.held -= 1
+        return self.held >= 0
 
     def abort(self) -> None:
         self.state = KVPoll.Failed
@@ -83,7 +92,7 @@ class Request(SimpleNamespace):
 class Stage(SchedulerPPMixin):
     """A stage's scheduler, reduced to what the exchange between stages needs."""
 
-    def __init__(self, number: int, rids: list[str], slots: int):
+    def __init__(self, number: int, rids: list[str], slots: int, held: int = 0):
         self.pp_group = SimpleNamespace(is_first_rank=number == 0)
         self.attn_tp_cpu_group = self.attn_cp_cpu_group = dist.group.WORLD
         self.waiting_queue = []
@@ -94,7 +103,7 @@ class Stage(SchedulerPPMixin):
         self.stream_output = lambda reqs, return_logprob: None
         self.output_streamer = SimpleNamespace(stream_output=self.stream_output)
         self.previous_output = None
-        self.pollers = {}
+        self.pollers, self.held = {}, held
         self.free = ReqToMetadataIdxAllocator(slots)
         self._make_queues(rids)
 
@@ -153,7 +162,7 @@ class TransferStage(Stage):
         )
         queue._commit_transfer_to_req = self._commit
         for rid in rids:
-            self.pollers[rid] = Poller(KVPoll.WaitingForInput)
+            self.pollers[rid] = Poller(KVPoll.WaitingForInput, self.held)
             queue.queue.append(
                 DecodeRequest(
                     Request(rid), self.pollers[rid], metadata_buffer_index=self.free.alloc()
@@ -195,6 +204,7 @@ def run_stages(
     rounds: int,
     slots: int = 8,
     lag: int = 0,
+    held: int = 0,
 ) -> list:
     """Runs the stages; returns [accepted requests, queued requests] of each one.
 
@@ -209,11 +219,12 @@ def run_stages(
             of the request gets that state; for `metadata`, the request's metadata arrives, which
             else has arrived from the start.
         slots: Metadata slots of each stage.
+        held: At how many polls a decode stage holds a request that has failed there.
     """
     make = {"bootstrap": PrefillStage, "transfer": TransferStage}[kind]
     with mock.patch.object(decode_module, "release_kv_cache", mock.Mock()):
         group()
-        fleet = [make(number, rids, slots) for number in range(stages)]
+        fleet = [make(number, rids, slots, held) for number in range(stages)]
         for _, stage, rid, state in events:
             if state == "metadata":
                 fleet[stage].rooms[rids.index(rid)] = 0

@@ -27,6 +27,7 @@ INVALID_MESSAGES = [
     [b"ABORT"],
     [b"ABORT", b"x", b"y", b"z"],
     [b"ABORT", b"7", b"127.0.0.1", b"no port"],
+    [b"ABORT", b"7", b"127.0.0.1", b"5555", b"x"],
     [b"ABORT_ACK", b"x"],
     [b"WATERMARK"],
     [b"WATERMARK", b"x", b"y", b"z"],

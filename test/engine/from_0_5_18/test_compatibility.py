@@ -330,7 +330,7 @@ def test_late_prefill_request_is_aborted(backend, prefill, bootstrap, rank_socke
     decode = decode_rank(backend)
     decode.abort_on_prefill(bootstrap.address, ROOM)
     frames = rank_socket.recv_multipart()
-    assert parse_abort(frames) == (ROOM, ENDPOINT)
+    assert parse_abort(frames) == (ROOM, ENDPOINT, None)
     process_messages(prefill, frames)
     assert not prefill.request_status
     sender = fake_managers.new_sender(prefill, ROOM)
@@ -386,7 +386,7 @@ def test_vote_of_another_decode_rank_aborts_the_request_on_prefill(
     assert OTHER_RANK_FAILED[backend] in req.finished_reason.message
     receiver.clear()  # as the scheduler does next; another request may then have the room
     frames = rank_socket.recv_multipart()
-    assert parse_abort(frames) == (ROOM, ENDPOINT)
+    assert parse_abort(frames) == (ROOM, ENDPOINT, None)
 
 
 @pytest.mark.parametrize("is_lost", [True, False], ids=["lost server", "lost rank"])

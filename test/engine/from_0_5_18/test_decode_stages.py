@@ -26,10 +26,11 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(events=EVENTS, lag=st.integers(0, 2))
-def test_stages_always_end_the_same_requests(events, lag):
+@given(events=EVENTS, lag=st.integers(0, 2), held=st.integers(0, 2))
+def test_stages_always_end_the_same_requests(events, lag, held):
     # More rounds without events, so that all stages act on what one of them knows.
-    first, *others = pp_stages.run_stages("transfer", STAGES, RIDS, events, ROUNDS + 4, 8, lag)
+    sizes = (ROUNDS + 10, 8, lag, held)
+    first, *others = pp_stages.run_stages("transfer", STAGES, RIDS, events, *sizes)
     assert all(other == first for other in others), (first, others)
 
 
@@ -60,6 +61,33 @@ def test_stages_agree(case):
 def test_stock_stages_diverge(stock, case):
     (found,) = stock(["run_stages", "transfer", 2, RIDS, CASES[case][0], 2])
     assert found[0] != found[1], found
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_stages_that_still_wait_learn_of_a_failure(stage):
+    """What they wait for may never fail on its own, or only by a time-out of minutes."""
+    found = pp_stages.run_stages("transfer", 3, RIDS, [[0, stage, "1", "failed"]], 3)
+    assert found == [[[], ["2", "3"]]] * 3
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stage_that_holds_pages_ends_their_request_later(stages):
+    """The first stage has ended it by then, and names it no more."""
+    done = [[0, stage, "1", "done"] for stage in range(1, stages)]
+    events = [FAILED[0], *done]
+    found = pp_stages.run_stages("transfer", stages, RIDS, events, 6, held=1)
+    assert found == [[[], ["2", "3"]]] * stages
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_later_stage_still_ends_what_it_could_not_end_at_once(is_first):
+    """It is told only once; the first stage names it again itself."""
+    pp_stages.group()
+    stage = pp_stages.TransferStage(0 if is_first else 1, RIDS, 8)
+    assert stage.decide([["1"], []]) == [[], []]
+    stage.pollers["1"].set_state("done")
+    assert stage.decide([[], []]) == [[] if is_first else ["1"], []]
+    assert stage.remaining() == (RIDS if is_first else RIDS[1:])
 
 
 def test_reason_names_the_other_stage(monkeypatch):

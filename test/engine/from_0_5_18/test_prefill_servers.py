@@ -166,6 +166,19 @@ def test_client_is_told_of_an_absent_server(decode):
     assert fake_managers.finish_failed(receiver) == reason
 
 
+def test_request_that_has_failed_is_not_started(backend, decode, bootstrap):
+    """Its client leaves just before its server is known: prefill must be told nevertheless."""
+    assert is_resolved(decode, bootstrap)
+    aborted = []
+    decode.abort_on_prefill = lambda *request: aborted.append(request)
+    receiver = RECEIVERS[backend](decode, bootstrap.address, ROOM)
+    receiver.abort()
+    receiver.init(0)
+    assert not decode.connection_pool
+    finish_failed(receiver)
+    assert aborted == [(bootstrap.address, ROOM)]
+
+
 def test_stock_scheduler_waits_for_the_bootstrap_server(bootstrap):
     decode = fake_managers.decode_rank("nixl")
     query = common.EngineCommonKVManager.try_ensure_parallel_info

@@ -5,12 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import fake_managers
 import fakes_0_5_18
+import numpy as np
 import pytest
 from fake_managers import ENDPOINT, RECEIVERS, add_chunk, process_messages, request_rooms
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd import held_pages
 from sglang.srt.disaggregation.pd.held_pages import ACK, ack_message
-from sglang.srt.disaggregation.pd.room_failures import abort_message, parse_abort
+from sglang.srt.disaggregation.pd.room_failures import ABORT, abort_message, parse_abort
 from sglang.srt.disaggregation.utils import poll_and_all_reduce
 
 pytestmark = pytest.mark.engine
@@ -33,6 +34,7 @@ def failed_receiver(decode, backend: str, is_requested: bool = True):
     """The receiver of a request that has failed, and for which two prefill ranks may write."""
     receiver = RECEIVERS[backend](decode, ADDRESS, ROOM)
     receiver.bootstrap_infos, receiver.is_requested = [dict(rank) for rank in RANKS], is_requested
+    receiver.requested = tuple(receiver.bootstrap_infos) if is_requested else ()
     decode.update_status(ROOM, KVPoll.Failed)
     assert receiver.poll() == KVPoll.Failed
     return receiver
@@ -52,7 +54,7 @@ def acknowledge(decode, *ranks: int, generation: int | None = None) -> None:
 
 def test_pages_are_held_until_all_prefill_ranks_acknowledge(receiver, decode, sent):
     assert receiver.is_held() and receiver.is_held()
-    assert [parse_abort(frames) for frames in sent] == [(ROOM, ENDPOINT)] * len(RANKS)  # once
+    assert [parse_abort(frames)[:2] for frames in sent] == [(ROOM, ENDPOINT)] * len(RANKS)  # once
     acknowledge(decode, 0, 0)
     assert receiver.is_held()
     acknowledge(decode, 1)
@@ -115,6 +117,24 @@ def test_request_of_which_prefill_knows_nothing_holds_no_pages(backend, decode, 
     assert not sent
 
 
+@pytest.mark.parametrize("silent", [1, 2])
+def test_rank_that_was_not_asked_for_the_room_is_not_awaited(silent, backend, decode, sent):
+    """The engine asks rank after rank, and stops at a silent one; each is to forget the room."""
+    decode.is_silent = lambda rank: rank["rank_port"] == silent
+    decode.update_status(ROOM, KVPoll.Bootstrapping)
+    receiver = fakes_0_5_18.receiver_of(decode, RECEIVERS[backend], ROOM)
+    receiver.bootstrap_infos = [dict(rank) for rank in RANKS]
+    receiver.send_metadata(np.array([1], np.int32), 0, None)
+    assert receiver.poll() == KVPoll.Failed
+    assert receiver.is_held() == (silent == 2)
+    generation, _ = decode.acks.rooms[ROOM]
+    awaited = [(ROOM, ENDPOINT, generation)] if silent == 2 else [(ROOM, ENDPOINT, None)]
+    aborts = [parse_abort(frames) for frames in sent if frames[0] == ABORT]
+    assert aborts == [*awaited, (ROOM, ENDPOINT, None)]
+    acknowledge(decode, 0)
+    assert not receiver.is_held()
+
+
 def test_nothing_is_kept_of_a_cleared_request(receiver, decode):
     assert receiver.is_held() and decode.acks.rooms
     receiver.clear()
@@ -173,6 +193,16 @@ def test_abort_of_a_poisoned_room_is_not_acknowledged(requested):
     requested.poison_deferred_ack_room(ROOM)
     abort(requested)
     assert not acknowledged(requested)
+
+
+@pytest.mark.parametrize("number", [b"x", b"", b"\xff", b"9" * 5000], ids=lambda one: str(one[:4]))
+def test_abort_with_an_invalid_number_is_not_acknowledged(number, requested):
+    """It must not end the thread that reads messages: the next abort is acknowledged."""
+    process_messages(requested, [*abort_message(ROOM, ENDPOINT), number])
+    assert not acknowledged(requested)
+    assert requested.request_status[ROOM] == KVPoll.Failed
+    process_messages(requested, abort_message(ROOM, ENDPOINT, 3))
+    assert acknowledged(requested) == [ack_message(ROOM, 0, 3)]
 
 
 def test_abort_of_a_stock_decode_rank_is_not_acknowledged(requested):

@@ -32,6 +32,7 @@ def test_prefix_that_cannot_be_restored_aborts_the_request(backend, decode, monk
     """The engine frees its pages at once, on this rank only, while prefill writes to them."""
     receiver = RECEIVERS[backend](decode, ADDRESS, ROOM)
     receiver.bootstrap_infos, receiver.is_requested = [dict(fakes_0_5_18.RANK)], True
+    receiver.requested = tuple(receiver.bootstrap_infos)
     request = SimpleNamespace(kv_receiver=receiver)
     with fakes_0_5_18.recorded_messages() as sent:
         restore(monkeypatch, request, FAILED)

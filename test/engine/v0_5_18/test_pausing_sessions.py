@@ -52,6 +52,18 @@ def test_request_whose_write_failed_keeps_its_pages(prefill):
     assert not acknowledges_abort(prefill, ROOM)
 
 
+@pytest.mark.parametrize("in_threads", [False, True])
+def test_request_whose_write_is_refused_frees_its_pages(in_threads, prefill):
+    """Unless threads of the engine may be writing other layers."""
+    prefill.enable_custom_mem_pool = in_threads
+    outside = [(1, 1, 8)]
+    prefill.send_kvcache = lambda session, *_, **__: prefill._transfer_data(session, outside)
+    send(prefill, ROOM)
+    assert "nothing of this transfer is written" in prefill.failure_records[ROOM]
+    assert not posted_copies(prefill)
+    assert acknowledges_abort(prefill, ROOM) != in_threads
+
+
 def test_pause_of_an_earlier_request_does_not_count(prefill):
     prefill.failed_sessions.add(SESSION)
     send(prefill, ROOM)

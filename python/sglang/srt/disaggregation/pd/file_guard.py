@@ -60,6 +60,7 @@ def check_files(root: Path) -> None:
         raise RuntimeError(
             f"SGLang at {root} was changed after `sglang-pd apply`, by an upgrade or by hand: "
             f"{', '.join(changed[:MAX_SHOWN])}{more}. With only some of the patches, KV may be "
-            f"wrong. Undo the changes, or reinstall SGLang and run `sglang-pd apply` again; "
-            f"{VARIABLE}=0 starts nevertheless"
+            f"wrong. Undo the changes, or reinstall SGLang and run `sglang-pd apply` again; after "
+            f"an upgrade, `sglang-pd revert` leaves the new SGLang as it is; {VARIABLE}=0 starts "
+            "nevertheless"
         )

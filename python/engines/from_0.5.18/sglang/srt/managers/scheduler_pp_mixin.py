@@ -19,6 +19,8 @@ FAILED_ON_STAGE = "the request failed on another pipeline stage, whose log has t
 class SchedulerPPMixin(EngineSchedulerPPMixin):
     # What earlier stages have done and this one still must do: requests to admit, and to drop.
     postponed_rids: list[list[str]] = PerInstance(lambda: [[], []])
+    # Requests that earlier stages have ended, and of which this one still holds the pages.
+    unended_rids: list[str] = PerInstance(list)
 
     def process_prealloc_queue(
         self, prealloc_rids: list[list[str]] | None
@@ -49,7 +51,7 @@ class SchedulerPPMixin(EngineSchedulerPPMixin):
         return done
 
     def _pp_pd_get_decode_transferred_ids(self) -> list[list[str]]:
-        """Decode: returns requests that are over on all stages so far, and which of them failed.
+        """Decode: returns requests that are over on all stages so far, and those that failed.
 
         Replaces the engine's, which returns no failures, and does not wait for metadata.
         """
@@ -66,34 +68,40 @@ class SchedulerPPMixin(EngineSchedulerPPMixin):
             over = (over & over_before) | gone
             failed |= failed_before
             failed |= gone
-        return [sorted(over), sorted(failed & over)]
+        return [sorted(over), sorted(failed)]
 
     def process_decode_transfer_queue(
         self, release_rids: list[list[str]] | None
     ) -> list[list[str]] | None:
-        """Decode: ends the requests that are over on all stages; fails those that one failed.
+        """Decode: ends the requests that are over on all stages; fails those that failed on one.
 
         Extends the engine's, which returns no failed request, so that later stages keep its pages.
+        A later stage ends a request of which it holds the pages in a later round: the first one
+        names it only once.
 
         Args:
-            release_rids: The requests that are over, and which of them failed; None in a round
-                without an exchange.
+            release_rids: The requests that are over, and those that failed on a stage; None in a
+                round without an exchange.
 
         Returns:
-            Which of these this stage has ended, for the next stage to do the same; None for None.
+            Which requests this stage has ended, for the next stage to do the same, and those that
+            failed; None for None.
         """
         if release_rids is None:
             return super().process_decode_transfer_queue(None)
         over, failed = release_rids
+        over = [*self.unended_rids, *over]
         queue = self.disagg_decode_transfer_queue
         for request in queue.queue:
             if request.req.rid in failed and request.kv_receiver.poll() != KVPoll.Failed:
-                _fail(request.kv_receiver)
+                _fail(request.kv_receiver)  # also if this stage would wait for its time-out
         # A stage that admitted one late has them in another order, and all must run in the same.
         queue.queue.sort(key=lambda request: request.req.rid)
         super().process_decode_transfer_queue(over)
         left = {request.req.rid for request in queue.queue}
-        return [[rid for rid in rids if rid not in left] for rids in release_rids]
+        if not self.pp_group.is_first_rank:
+            self.unended_rids = [rid for rid in over if rid in left]
+        return [[rid for rid in over if rid not in left], failed]
 
 
 def _fail(receiver: CommonKVReceiver) -> None:

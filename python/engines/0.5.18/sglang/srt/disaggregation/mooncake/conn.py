@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.pd.room_conclusions import WorkerRooms
 from sglang.srt.disaggregation.pd.room_failures import ABORT, Endpoint
 from sglang.srt.disaggregation.pd.session_ids import unreachable_reason
 from sglang.srt.disaggregation.pd.status_messages import ENDED, STATUS_READER
+from sglang.srt.disaggregation.pd.write_bounds import OutOfBounds
 from sglang.srt.environ import envs
 
 if TYPE_CHECKING:
@@ -191,6 +192,8 @@ class MooncakeKVManager(MooncakeSends, WorkerRooms, EngineMooncakeKVManager):
 
     def transfer_worker(self, *own, **options):
         """Sends chunk after chunk. Extends the engine's: an error only fails its room."""
+        # Of writes that were not started. With such a pool, threads write the engine's layers.
+        refused = (LayoutError,) if self.enable_custom_mem_pool else (LayoutError, OutOfBounds)
         while True:
             self.sending.start(None)
             try:
@@ -200,7 +203,7 @@ class MooncakeKVManager(MooncakeSends, WorkerRooms, EngineMooncakeKVManager):
                 logger.error(f"Room {room}: could not send KV", exc_info=cause)
                 if room is not None:
                     reason = f"Prefill could not send KV: {cause}"
-                    self.fail_chunk(room, reason, isinstance(cause, LayoutError))
+                    self.fail_chunk(room, reason, isinstance(cause, refused))
 
     def settle_writes(self) -> bool:
         """Returns whether the chunk failed because its session pauses; nothing of it was written.

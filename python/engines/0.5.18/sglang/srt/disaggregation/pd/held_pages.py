@@ -34,11 +34,7 @@ RELEASE_SECONDS = 30.0
 
 
 def read_release_seconds() -> float:
-    """Returns how long decode keeps the pages of a failed room that may still be written to.
-
-    Raises:
-        ValueError: The variable is not a number of at least 0.
-    """
+    """Returns how long decode keeps a failed room's pages; raises as `seconds_of`."""
     return seconds_of(RELEASE_VARIABLE, RELEASE_SECONDS, 0.0)
 
 
@@ -48,14 +44,10 @@ def ack_message(room: int, sender: int, generation: int) -> list[bytes]:
 
 
 class AckInbox:
-    """Which prefill ranks have acknowledged the abort of each room that is kept.
-
-    Attributes:
-        rooms: By room: the number of its abort, which tells it from that of an earlier request with
-            this room, and the prefill ranks.
-    """
+    """Which prefill ranks have acknowledged the abort of each room that is kept."""
 
     def __init__(self):
+        # By room: its abort's number, unlike that of an earlier request, and the prefill ranks.
         self.rooms: dict[int, tuple[int, set[int]]] = {}
         self._generations = itertools.count(1)
 
@@ -85,7 +77,7 @@ class AckInbox:
 
 
 class RankSocket:
-    """What a receiver sends to a prefill rank; appends to a registration what the rank reads."""
+    """Sends to a prefill rank; notes who may know the pages, adds our frames to registrations."""
 
     def __init__(self, receiver: HoldingReceiver, info: dict):
         self.receiver, self.info = receiver, info
@@ -99,20 +91,25 @@ class RankSocket:
         """
         if self.receiver.fails_for_silence_of(self.info):
             raise zmq.Again
-        if b"None" in frames[:2] and self.info.get("reads_layouts"):
+        is_registration = b"None" in frames[:2]
+        if is_registration and self.info.get("reads_layouts"):
             frames = [*frames, *self.receiver.kv_mgr.own_frames()]
         PeerSocket.to(self.info["rank_ip"], self.info["rank_port"]).send_multipart(frames)
+        if not is_registration and self.info not in self.receiver.requested:
+            self.receiver.requested += (self.info,)
 
 
 class HoldingReceiver(VerifyingReceiver, InterleavingReceiver):
     """Base of a decode rank's KV receiver, before a backend's.
 
     Attributes:
-        is_requested: Whether a prefill rank may know its pages.
+        is_requested: Whether it was requested from prefill, or that was tried.
+        requested: The prefill ranks that may know its pages.
         held_until: Until when they are kept, on the monotonic clock; None before the room fails.
     """
 
     is_requested = False
+    requested: tuple[dict, ...] = ()
     held_until: float | None = None
 
     def _connect_to_bootstrap_server(self, bootstrap_info: dict):
@@ -129,10 +126,12 @@ class HoldingReceiver(VerifyingReceiver, InterleavingReceiver):
     def _send_abort_notification(self):
         """Aborts the room on its prefill ranks, which acknowledge it once they write no more."""
         manager, room = self.kv_mgr, self.bootstrap_room
-        abort = abort_message(room, (manager.local_ip, manager.rank_port), manager.acks.begin(room))
+        place, generation = (manager.local_ip, manager.rank_port), manager.acks.begin(room)
         for info in self.bootstrap_infos:
+            awaited = generation if info in self.requested else None
             with contextlib.suppress(zmq.ZMQError):  # it is gone, or silent
-                PeerSocket.to(info["rank_ip"], info["rank_port"]).send_multipart(abort)
+                socket = PeerSocket.to(info["rank_ip"], info["rank_port"])
+                socket.send_multipart(abort_message(room, place, awaited))
 
     def is_held(self) -> bool:
         """Whether the pages of the room, which has failed on some rank, must be kept for now."""
@@ -144,7 +143,7 @@ class HoldingReceiver(VerifyingReceiver, InterleavingReceiver):
         now = time.monotonic()
         if self.held_until is None:
             self.held_until = now + self.kv_mgr.release_seconds
-        waits = self.kv_mgr.acks.count(self.bootstrap_room) < len(self.bootstrap_infos)
+        waits = self.kv_mgr.acks.count(self.bootstrap_room) < len(self.requested)
         if waits and now >= self.held_until:
             logger.warning(
                 f"Room {self.bootstrap_room}: not all prefill ranks have acknowledged that they "

@@ -133,7 +133,8 @@ class RoomConclusions:
     def _is_postponed(self, endpoint: Endpoint, room: int, status: KVPoll) -> bool:
         """Whether a stock decode rank is notified later, because a worker has a chunk of the room.
 
-        The worker that ends the room has waited for its own writes.
+        The worker that ends the room has waited for its own writes, as far as it can; then stock
+        frees its pages, as always.
         """
         with self.drain_lock:
             if status != KVPoll.Failed or not self.writing[room] or self.sending.room == room:
@@ -145,15 +146,15 @@ class RoomConclusions:
         """Fails a room that decode aborts, and acknowledges that once nothing of it is written."""
         if not msg or msg[0] != ABORT:
             return False
-        room, decode = parse_abort(msg)
+        room, decode, generation = parse_abort(msg)
         if room is None:
             return True
         if self.request_status.get(room, KVPoll.Success) not in ENDED:
             self.record_failure(room, ABORTED_BY_DECODE)
             self.update_status(room, KVPoll.Failed)
-        if decode is not None and len(msg) > 4:
+        if generation is not None:
             with self.drain_lock:
-                self.ack_targets.setdefault(room, {})[decode] = int(msg[4])
+                self.ack_targets.setdefault(room, {})[decode] = generation
             self._maybe_ack_drained_abort(room)
         return True
 
@@ -239,8 +240,7 @@ class WorkerRooms(ForwardEvents, PrefillManager, RoomConclusions):
         if status not in ENDED or self.sending.room != room:
             if status == KVPoll.Bootstrapping and room not in self.request_status:  # a new request
                 self._deferred_ack_poisoned_rooms.discard(room)
-            super().update_status(room, status)
-            return
+            return super().update_status(room, status)
         if status == KVPoll.Failed:
             self.fail_chunk(room, "", self.settle_writes())
         else:

@@ -39,16 +39,14 @@ class WatchedAgent:
         """Creates a transfer to this peer."""
         self.manager.connection.peer = peer
         notification = self._notification(notification)
-        return self._noted(
-            self.agent.initialize_xfer(kind, ours, theirs, peer, notification, *more)
-        )
+        handle = self.agent.initialize_xfer(kind, ours, theirs, peer, notification, *more)
+        return self._noted(handle)
 
     def make_prepped_xfer(self, kind: str, ours, src, theirs, dst, notification=b"", *more):
         """Creates a transfer of listed blocks, to the peer in `connection`."""
         notification = self._notification(notification)
-        return self._noted(
-            self.agent.make_prepped_xfer(kind, ours, src, theirs, dst, notification, *more)
-        )
+        handle = self.agent.make_prepped_xfer(kind, ours, src, theirs, dst, notification, *more)
+        return self._noted(handle)
 
     def _noted(self, handle: Any) -> Any:
         if handle and self._is_worker():

@@ -178,7 +178,7 @@ class MooncakeSends(BoundedWrites, PrefillManager):
         return super().send_kvcache_slice(session, *pages, *peer, executor, *more, **options)
 
     def _check_pages(self, session: str, src_pages, dst_ptrs, dst_pages, page_bytes: int) -> None:
-        """Raises RuntimeError if the engine would send KV heads of a page that a side lacks.
+        """Raises OutOfBounds if the engine would send KV heads of a page that a side lacks.
 
         The engine sends only to buffers with pages of this size; a draft's may be smaller.
         """

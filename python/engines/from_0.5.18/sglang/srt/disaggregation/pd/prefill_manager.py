@@ -363,7 +363,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
     def _handle_abort_notification(self, msg: list[bytes]) -> bool:
         """Handles an abort. Extends the engine's: the aborting rank is not notified of it."""
         self.drop_collected_rooms()
-        room, decode = parse_abort(msg)
+        room, decode, _ = parse_abort(msg)
         if decode is not None:
             self.failures.note_abort(room, decode)
         is_taken = super()._handle_abort_notification(msg)

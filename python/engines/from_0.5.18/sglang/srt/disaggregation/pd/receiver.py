@@ -33,14 +33,15 @@ class PrefillReceiver:
     def init(self, prefill_dp_rank: int):
         """Starts the request with its prefill server.
 
-        Extends the engine's: if the server is incompatible, fails the request.
+        Extends the engine's: if the server is incompatible, fails the request. One that has failed
+        keeps no rank's address, see `abort_on_unknown_ranks`; the engine does so from 0.5.23 on.
         """
+        if self.conclude_state == KVPoll.Failed:
+            return
         why = self.kv_mgr.incompatibility(self.bootstrap_addr)
         if why is None:
             with self.kv_mgr.servers_lock:
                 return super().init(prefill_dp_rank)
-        if self.conclude_state == KVPoll.Failed:
-            return
         self.kv_mgr.record_failure(self.bootstrap_room, why)
         self.conclude_state = KVPoll.Failed
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)

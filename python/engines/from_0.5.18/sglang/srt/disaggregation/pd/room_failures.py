@@ -194,14 +194,18 @@ def _add(notified: set[Endpoint], endpoint: Endpoint) -> None:
         notified.add(endpoint)
 
 
-def parse_abort(msg: list[bytes]) -> tuple[int | None, Endpoint | None]:
-    """Returns an ABORT's room and decode rank; None for what it lacks, which the engine logs."""
-    room = endpoint = None
+def parse_abort(msg: list[bytes]) -> tuple[int | None, Endpoint | None, int | None]:
+    """Returns an ABORT's room, decode rank, and what to send back, see `abort_message`.
+
+    None for what it lacks or what is invalid, which the engine logs.
+    """
+    room = endpoint = generation = None
     if msg and msg[0] == ABORT:
         with contextlib.suppress(IndexError, ValueError):
             room = int(msg[1])
             endpoint = (msg[2].decode("ascii"), int(msg[3]))
-    return room, endpoint
+            generation = int(msg[4])
+    return room, endpoint, generation
 
 
 def abort_message(room: int, decode: Endpoint, generation: int | None = None) -> list[bytes]:
