@@ -38,6 +38,7 @@ class PeerQueue:
         note_taken: Callable[[Any], None],
         server_of: Callable[[Any], Peers] = lambda chunk: frozenset(),
         workers: int = 0,
+        is_left_over: Callable[[Any], bool] = lambda chunk: False,
     ):
         """Creates an empty queue.
 
@@ -46,9 +47,11 @@ class PeerQueue:
             note_taken: Called by a worker with each chunk before `get` returns it; may wait.
             server_of: Returns the decode ranks of the server that a chunk goes to.
             workers: How many threads will call `get`; 0 if a server may hold all of them.
+            is_left_over: Returns whether no worker may get a chunk any more; must not wait.
         """
         self._note_queued, self._note_taken = note_queued, note_taken
         self._server_of, self._workers = server_of, workers
+        self._is_left_over = is_left_over
         self._changed = threading.Condition()
         self._lanes: OrderedDict[Peers, Deque[Any]] = OrderedDict()
         # By worker: the ranks to which it is sending, and all ranks of their server.
@@ -81,21 +84,28 @@ class PeerQueue:
         with self._changed:
             if self._busy.pop(worker, None):
                 self._changed.notify_all()
-            while (lane := self._free_lane()) is None:
-                if self._ends:
-                    self._ends -= 1
-                    return None
-                self._changed.wait()
-            chunk = self._lanes[lane].popleft()
-            if self._lanes[lane]:
-                self._lanes.move_to_end(lane)
-            else:
-                del self._lanes[lane]
+            while True:
+                while (lane := self._free_lane()) is None:
+                    if self._ends:
+                        self._ends -= 1
+                        return None
+                    self._changed.wait()
+                chunk = self._take(lane)
+                if not self._is_left_over(chunk):
+                    break
             self._busy[worker] = lane, self._server_of(chunk)
         try:
             self._note_taken(chunk)
         except Exception:  # the worker handles the room as it finds it
             logger.exception(f"Room {chunk.room}: a chunk could not be prepared")
+        return chunk
+
+    def _take(self, lane: Peers) -> Any:
+        chunk = self._lanes[lane].popleft()
+        if self._lanes[lane]:
+            self._lanes.move_to_end(lane)
+        else:
+            del self._lanes[lane]
         return chunk
 
     def _free_lane(self) -> Optional[Peers]:
@@ -135,7 +145,8 @@ class PeerQueues:
     @transfer_queues.setter
     def transfer_queues(self, made: List[Any]) -> None:
         def queue() -> PeerQueue:
-            return PeerQueue(self._note_queued, self._note_taken)
+            notes = self._note_queued, self._note_taken
+            return PeerQueue(*notes, is_left_over=self._is_left_over)
 
         if any(type(one).__name__ != ENGINE_QUEUE for one in made):
             self._queues = list(made)
@@ -150,6 +161,10 @@ class PeerQueues:
 
     def _note_taken(self, chunk: Any) -> None:
         self.worker_state.peers = self._peers_of(chunk)
+
+    def _is_left_over(self, chunk: Any) -> bool:
+        """Returns whether to drop a queued chunk; False unless overridden."""
+        return False
 
     def _peers_of(self, chunk: Any) -> Peers:
         return frozenset(self.transfer_infos.get(chunk.room, ()))
