@@ -154,6 +154,20 @@ def test_failure_before_a_send_does_not_stop_the_worker():
     assert queue.get() is None
 
 
+def test_chunks_that_are_left_over_are_dropped():
+    left_over = {1, 2, 4}
+    queue = PeerQueue(
+        lambda chunk: chunk.peers,
+        lambda chunk: None,
+        is_left_over=lambda chunk: chunk.room in left_over,
+    )
+    for room, peer in ((1, "a"), (2, "b"), (3, "a"), (4, "b")):
+        queue.put(chunk(room, peer))
+    queue.put(None)
+    assert queue.get().room == 3 and queue.busy_peers() == {"a"}
+    assert queue.get() is None and len(queue) == 0
+
+
 class Manager(PeerQueues):
     def __init__(self, enable_staging: bool):
         self.enable_staging = enable_staging

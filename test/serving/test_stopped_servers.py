@@ -98,7 +98,7 @@ def test_stock_decode_blocks_on_a_stopped_prefill_server(backend):
 def request_both(
     pool, servers, to_first: bool = True, until: float = PATIENCE
 ) -> tuple[list[Future], list[float]]:
-    """Sends requests for both prefill servers, until an answer takes ``until`` seconds.
+    """Sends requests for both prefill servers, until the second one takes ``until`` seconds.
 
     Returns futures of the first server's answers, and the seconds of the second server's. Without
     ``to_first``, only decode gets the first server's requests, because a stopped server would not

@@ -137,6 +137,34 @@ def test_finished_room_is_left_to_the_engine(is_cleared, backend):
     assert ROOM not in prefill.request_status or not is_cleared
 
 
+def pages_sent_to_a_reused_room(backend, **more) -> set[int]:
+    """Queues pages 0 to 3 of a request that then fails, and 8 to 11 of the next with its room.
+
+    Returns the pages that a worker sends.
+    """
+    prefill = requested_prefill(backend, **more)
+    add_chunk(prefill, ROOM, range(4), is_last=False)
+    for table in (prefill.request_status, prefill.transfer_infos):
+        table.pop(ROOM)
+    fake_managers.request_rooms(prefill, decode_rank(backend), ROOM)
+    add_chunk(prefill, ROOM, range(8, 12))
+    fake_managers.run_worker(prefill)
+    assert prefill.request_status[ROOM] == KVPoll.Success
+    first, size = prefill.kv_args.kv_data_ptrs[0], prefill.kv_args.kv_item_lens[0]
+    sent = [(src - first, length) for src, _, length in fake_managers.posted_copies(prefill)]
+    pages = range(fake_managers.PAGES)
+    return {n for at, length in sent for n in pages if at <= n * size < at + length}
+
+
+def test_queued_chunk_of_a_failed_request_is_not_sent_for_the_next_of_its_room(backend):
+    assert pages_sent_to_a_reused_room(backend) == {8, 9, 10, 11}
+
+
+def test_stock_sends_it_for_the_next():
+    """Only over Mooncake here: NIXL's fake agent lacks what the engine's own lists need."""
+    assert pages_sent_to_a_reused_room("mooncake", kinds=ENGINES) > {0, 1, 2, 3}
+
+
 def test_dummy_rank_needs_no_pages(backend, prefill, decode):
     """Another prefill rank sends the heads; dummy metadata only lets this one count its peers."""
     dummy = {"pages": [], "is_dummy": True, "decode_prefix_len": 0}

@@ -100,7 +100,7 @@ def test_reason_names_the_other_stage(monkeypatch):
 
 
 def test_requests_run_in_one_order():
-    """A stage that lacked memory for one for a while has admitted them in another order."""
+    """A stage that lacked memory for a request at first has admitted them in another order."""
     pp_stages.group()
     first, later = stages = [pp_stages.TransferStage(number, RIDS, 8) for number in (0, 1)]
     later.disagg_decode_transfer_queue.queue.reverse()

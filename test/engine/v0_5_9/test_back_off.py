@@ -343,8 +343,8 @@ def test_abort_during_the_last_write_fails_the_request(manager):
 
 
 @pytest.mark.parametrize("first", ["decode", "prefill"])
-def test_what_is_queued_for_a_failed_request_spares_the_next_of_its_room(manager, first):
-    """A chunk and the failure's notice wait behind another room's write; decode may ask again."""
+def test_queued_chunks_of_a_failed_request_do_not_affect_the_next_with_its_room(manager, first):
+    """A chunk and a notice wait for another room's write; decode requests the room meanwhile."""
     started, goes_on, written = threading.Event(), threading.Event(), []
 
     def write(session, *lists):

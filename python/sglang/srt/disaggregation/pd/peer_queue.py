@@ -39,6 +39,7 @@ class PeerQueue:
         server_of: Callable[[Any], Peers] = lambda chunk: frozenset(),
         workers: int = 0,
         note_done: Callable[[Any], None] = lambda chunk: None,
+        is_left_over: Callable[[Any], bool] = lambda chunk: False,
     ):
         """Creates an empty queue.
 
@@ -48,9 +49,11 @@ class PeerQueue:
             server_of: Returns the decode ranks of the server that a chunk goes to.
             workers: How many threads will call `get`; 0 if a server may hold all of them.
             note_done: Called by the worker with its chunk when it has finished it.
+            is_left_over: Returns whether no worker may get a chunk any more; must not wait.
         """
         self._note_queued, self._note_taken, self._note_done = note_queued, note_taken, note_done
         self._server_of, self._workers = server_of, workers
+        self._is_left_over = is_left_over
         self._changed = threading.Condition()
         self._lanes: OrderedDict[Peers, Deque[Any]] = OrderedDict()
         # By worker: the ranks to which it is sending, and all ranks of their server.
@@ -87,16 +90,15 @@ class PeerQueue:
         with self._changed:
             if self._busy.pop(worker, None):
                 self._changed.notify_all()
-            while (lane := self._free_lane()) is None:
-                if self._ends:
-                    self._ends -= 1
-                    return None
-                self._changed.wait()
-            chunk = self._lanes[lane].popleft()
-            if self._lanes[lane]:
-                self._lanes.move_to_end(lane)
-            else:
-                del self._lanes[lane]
+            while True:
+                while (lane := self._free_lane()) is None:
+                    if self._ends:
+                        self._ends -= 1
+                        return None
+                    self._changed.wait()
+                chunk = self._take(lane)
+                if not self._is_left_over(chunk):
+                    break
             self._busy[worker] = lane, self._server_of(chunk)
         self._taken.chunk = chunk
         self._note(self._note_taken, chunk)
@@ -108,6 +110,14 @@ class PeerQueue:
             note(chunk)
         except Exception:  # the worker handles the room as it finds it
             logger.exception(f"Room {chunk.room}: a chunk could not be prepared or finished")
+
+    def _take(self, lane: Peers) -> Any:
+        chunk = self._lanes[lane].popleft()
+        if self._lanes[lane]:
+            self._lanes.move_to_end(lane)
+        else:
+            del self._lanes[lane]
+        return chunk
 
     def _free_lane(self) -> Optional[Peers]:
         is_last_worker = len(self._busy) + 1 == self._workers
@@ -147,7 +157,9 @@ class PeerQueues:
     @transfer_queues.setter
     def transfer_queues(self, made: List[Any]) -> None:
         def queue() -> PeerQueue:
-            return PeerQueue(self._note_queued, self._note_taken, note_done=self._note_done)
+            notes = self._note_queued, self._note_taken
+            done, left_over = self._note_done, self._is_left_over
+            return PeerQueue(*notes, note_done=done, is_left_over=left_over)
 
         if any(type(one).__name__ != ENGINE_QUEUE for one in made):
             self._queues = list(made)
@@ -166,6 +178,10 @@ class PeerQueues:
 
     def _note_done(self, chunk: Any) -> None:
         """Called by a worker that has finished a chunk; does nothing unless overridden."""
+
+    def _is_left_over(self, chunk: Any) -> bool:
+        """Returns whether to drop a queued chunk; False unless overridden."""
+        return False
 
     def _peers_of(self, chunk: Any) -> Peers:
         return frozenset(self.transfer_infos.get(chunk.room, ()))

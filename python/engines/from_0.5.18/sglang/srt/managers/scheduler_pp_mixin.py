@@ -95,7 +95,7 @@ class SchedulerPPMixin(EngineSchedulerPPMixin):
         for request in queue.queue:
             if request.req.rid in failed and request.kv_receiver.poll() != KVPoll.Failed:
                 _fail(request.kv_receiver)  # also if this stage would wait for its time-out
-        # A stage that admitted one late has them in another order, and all must run in the same.
+        # Stages may have admitted these in different orders, and must run them in the same one.
         queue.queue.sort(key=lambda request: request.req.rid)
         super().process_decode_transfer_queue(over)
         left = {request.req.rid for request in queue.queue}

@@ -94,10 +94,10 @@ class TransferInfo(RoomRequest):
 
 @dataclasses.dataclass
 class TransferKVChunk:
-    # What it is for: decode's requests of its room, by session. The next request with this room,
-    # which may be here before the chunk is sent, has another dictionary.
+    # The decode ranks' requests for which it is sent, by session. A later request with the same
+    # room has another dictionary, even if it arrives while the chunk is queued.
     requests: dict[str, TransferInfo] = dataclasses.field(default_factory=dict)
-    # Why the room failed, where the chunk only concludes it.
+    # Why the room failed, if the chunk only notifies decode of that.
     reason: str = ""
 
 
@@ -330,7 +330,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
             self._conclude(chunk, KVPoll.Success)
 
     def _is_current(self, chunk: TransferKVChunk) -> bool:
-        """Whether the chunk's request is open: not dropped, nor replaced by one of its room."""
+        """Returns whether the chunk's request is still open, and no later one has its room."""
         return (
             chunk.room in self.request_status
             and self.transfer_infos.get(chunk.room) is chunk.requests
@@ -378,7 +378,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
     def _conclude(self, chunk: TransferKVChunk, status: KVPoll, reason: str = "") -> None:
         """Concludes the chunk's request on this rank and notifies its decode ranks.
 
-        Does nothing if it was dropped, which queues a chunk that notifies them.
+        Does nothing if the request was dropped: `close_failed_room` has queued their notice.
         """
         with self.rooms_lock:
             if not self._is_current(chunk):
@@ -395,7 +395,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         self._notify(chunk.requests, status, reason)
 
     def _notify(self, requests: Mapping[str, TransferInfo], status: KVPoll, reason: str) -> None:
-        """Notifies decode ranks of how the room that they requested concluded, once each."""
+        """Notifies each decode rank once of how the room that it requested concluded."""
         with self.rooms_lock:
             waiting = [req for req in requests.values() if not (req.is_dummy or req.is_notified)]
             for req in waiting:
@@ -525,7 +525,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         self._queue_failure(room, requests, reason)
 
     def _queue_failure(self, room: int, requests: dict[str, TransferInfo], reason: str) -> None:
-        """Has a worker notify decode ranks of a failure; a last chunk without metadata says so."""
+        """Queues a notice of a failure: a last chunk without metadata. A worker sends it."""
         chunk = (np.empty(0, np.int32), slice(0), True, None, None)
         self._enqueue(TransferKVChunk(room, *chunk, requests, reason))
 

@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import AuxPlan, LayoutError, PeerPlan, TransferPlan
 from sglang.srt.disaggregation.pd.message_checks import check_metadata_message
 from sglang.srt.disaggregation.pd.packing import make_packing_buffers
-from sglang.srt.disaggregation.pd.peer_queue import PeerQueues
+from sglang.srt.disaggregation.pd.peer_queue import PeerQueues, Peers
 from sglang.srt.disaggregation.pd.peer_silence import SilenceWatch
 from sglang.srt.disaggregation.pd.peers import chunk_refusal, is_dummy
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
@@ -124,6 +124,16 @@ class PrefillManager(SilenceWatch, PeerQueues):
             if why:
                 return why
         return ""
+
+    def _note_queued(self, chunk: Any) -> Peers:
+        # The engine's worker looks for the chunk's request by room, which may be another's by then.
+        chunk.requests = self.transfer_infos.get(chunk.room)
+        return super()._note_queued(chunk)
+
+    def _is_left_over(self, chunk: Any) -> bool:
+        """Returns whether a later request has the chunk's room, and must not get its pages."""
+        requests = self.transfer_infos.get(chunk.room)
+        return requests is not None and requests is not chunk.requests
 
     def _note_taken(self, chunk: Any) -> None:
         """Fails the room of a chunk that a worker takes, if its decode rank has not registered."""
