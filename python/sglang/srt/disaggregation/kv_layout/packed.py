@@ -14,7 +14,6 @@ If prefill ranks hold more heads, each packs those that one decode rank holds, a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Union
@@ -25,7 +24,7 @@ import numpy.typing as npt
 from .heads import heads_of_rank
 from .layout import Buffer, LayoutError, RankLayout
 from .match import match_buffers
-from .permutation import page_slots, split_unit, unpacked_reason, widest_word
+from .permutation import page_slots, pages_of_block, unpacked_reason, widest_word
 from .plan import Copies, CopyGroup, GroupCopies, Ints, TransferPlan, make_plan
 
 # Where runs of neighbouring pages start, in these pages' bytes and in the buffer: `[runs]` each.
@@ -53,13 +52,24 @@ class PartGroup:
     whole = True  # for `TransferPlan.is_sliced`: no copy is of a single token
 
     def copies(self, src_pages: Ints, dst_pages: Ints) -> GroupCopies:
-        blocks = zip(*(split_unit(pages, self.page_size) for pages in (src_pages, dst_pages)))
-        pieces = zip(*itertools.starmap(self._pieces_of_block, blocks))
-        return GroupCopies(self.src, self.dst, *map(np.concatenate, pieces))
-
-    def _pieces_of_block(self, src_pages: Ints, dst_pages: Ints) -> tuple[Ints, Ints, Ints]:
         src, dst = _runs(src_pages, self.src_page), _runs(dst_pages, self.dst_page)
-        return _pieces(src, dst, dst_pages.size * self.before, src_pages.size * self.src_page)
+        size, count = pages_of_block(self.page_size), src_pages.size
+        # Of each block: where it starts and ends in the unit's bytes on prefill, and how many bytes
+        # further its part starts in those on decode.
+        first = np.arange(0, count, size)
+        pages = np.minimum(count - first, size)
+        start, end = first * self.src_page, (first + pages) * self.src_page
+        shift = first * (self.dst_page - self.src_page) + pages * self.before
+
+        block = dst[0] // (size * self.dst_page)
+        breaks = dst[0] - shift[block]  # where decode's pages are no neighbours
+        breaks = breaks[(start[block] <= breaks) & (breaks < end[block])]
+        edges = np.sort(np.concatenate((start, src[0], breaks)))
+        edges = edges[np.diff(edges, prepend=-1) > 0]
+        dst_edges = edges + shift[edges // (size * self.src_page)]
+        lengths = np.diff(edges, append=count * self.src_page)
+        offsets = _offsets(src, edges), _offsets(dst, dst_edges)
+        return GroupCopies(self.src, self.dst, *offsets, lengths)
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class PackGroup:
 
     def rounds(self, src_pages: Ints, dst_pages: Ints, capacity: int) -> Iterator[PackingRound]:
         slots = page_slots(src_pages, self.dst_page // self.length)
-        runs, packed = _runs(dst_pages, self.dst_page), (np.zeros(1, np.int64),) * 2
+        runs = _runs(dst_pages, self.dst_page)
         rows = capacity // self.length
         if not rows:
             raise LayoutError(
@@ -93,7 +103,7 @@ class PackGroup:
         tokens = min(rows, max(1, slots.size))
         for first in range(0, slots.size, tokens):
             some = slots[first : first + tokens]
-            pieces = _pieces(packed, runs, first * self.length, some.size * self.length)
+            pieces = _pieces(runs, first * self.length, some.size * self.length)
             at_once = rows // some.size
             for i in range(0, len(self.buffers), at_once):
                 which = slice(i, i + at_once)
@@ -167,7 +177,7 @@ class PackedPlan(TransferPlan):
             LayoutError: As for `TransferPlan.copies`; or a page of decode occurs twice.
         """
         src, dst = super().validate_pages(src_pages, dst_pages)
-        if self.has_parts and np.unique(dst).size != dst.size:
+        if self.has_parts and not np.diff(np.sort(dst)).all():
             raise LayoutError("decode has set aside a page twice, in which parts would overlap")
         return src, dst
 
@@ -230,16 +240,14 @@ def _runs(pages: Ints, page_bytes: int) -> _Runs:
     return first * page_bytes, pages[first] * page_bytes
 
 
-def _pieces(src: _Runs, dst: _Runs, start: int, size: int) -> tuple[Ints, Ints, Ints]:
-    """Returns the longest copies within a run of both sides: two offsets and a length each.
+def _pieces(dst: _Runs, start: int, size: int) -> tuple[Ints, Ints, Ints]:
+    """Returns the longest copies of `size` packed bytes to decode's pages from byte `start` on.
 
-    The pages' bytes laid end to end, the source's first `size` go to the destination's from `start`
-    on.
+    Offsets in the packed bytes, offsets in decode's buffer, and lengths.
     """
-    edges = np.union1d(src[0], dst[0] - start)
-    edges = edges[(edges >= 0) & (edges < size)]
-    lengths = np.diff(np.append(edges, size))
-    return _offsets(src, edges), _offsets(dst, edges + start), lengths
+    edges = dst[0] - start
+    edges = np.concatenate(([0], edges[(edges > 0) & (edges < size)]))
+    return edges, _offsets(dst, edges + start), np.diff(edges, append=size)
 
 
 def _offsets(runs: _Runs, places: Ints) -> Ints:

@@ -167,9 +167,14 @@ def agreed_units(by_sender: Collection[Collection[Unit]], senders: int, pages: i
     return first
 
 
+def pages_of_block(page_size: int) -> int:
+    """Returns the pages of each block of a unit but its last one."""
+    return max(1, BLOCK_TOKENS // page_size)
+
+
 def split_unit(pages: npt.NDArray[np.int64], page_size: int) -> list[npt.NDArray[np.int64]]:
     """Returns the pages of each block of a unit, of which it has at least one, maybe empty."""
-    size = max(1, BLOCK_TOKENS // page_size)
+    size = pages_of_block(page_size)
     return [pages[at : at + size] for at in range(0, len(pages), size)] or [pages]
 
 
