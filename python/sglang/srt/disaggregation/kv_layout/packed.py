@@ -54,15 +54,15 @@ class PartGroup:
     def copies(self, src_pages: Ints, dst_pages: Ints) -> GroupCopies:
         src, dst = _runs(src_pages, self.src_page), _runs(dst_pages, self.dst_page)
         size, count = pages_of_block(self.page_size), src_pages.size
-        # Of each block: where it starts and ends in the unit's bytes on prefill, and how many bytes
-        # further its part starts in those on decode.
+        # For each block: where it starts and ends in prefill's bytes of the unit, and how many
+        # bytes later its part starts in decode's.
         first = np.arange(0, count, size)
         pages = np.minimum(count - first, size)
         start, end = first * self.src_page, (first + pages) * self.src_page
         shift = first * (self.dst_page - self.src_page) + pages * self.before
 
         block = dst[0] // (size * self.dst_page)
-        breaks = dst[0] - shift[block]  # where decode's pages are no neighbours
+        breaks = dst[0] - shift[block]  # where decode's pages are not neighbours
         breaks = breaks[(start[block] <= breaks) & (breaks < end[block])]
         edges = np.sort(np.concatenate((start, src[0], breaks)))
         edges = edges[np.diff(edges, prepend=-1) > 0]

@@ -126,7 +126,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
         return ""
 
     def _note_queued(self, chunk: Any) -> Peers:
-        # The engine's worker looks for the chunk's request by room, which may be another's by then.
+        # The engine's worker looks up the chunk's request by room, which may be another's by then.
         chunk.requests = self.transfer_infos.get(chunk.room)
         return super()._note_queued(chunk)
 
