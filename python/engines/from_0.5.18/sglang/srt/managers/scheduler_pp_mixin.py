@@ -25,16 +25,16 @@ class SchedulerPPMixin(EngineSchedulerPPMixin):
     def process_bootstrapped_queue(self, *decided: list[list[str]] | None) -> Any:
         """Prefill: takes the requests that the stages have decided on out of the bootstrap queue.
 
-        Extends the engine's if it takes what they have decided, as 0.5.18's does, which also drops
-        a request that has failed on this stage since it voted. The stages before this one may
-        compute it. It is dropped on all stages once they have voted again.
+        Extends the engine's if it takes what they have decided, as before 0.5.22: it also drops a
+        request that has failed on this stage since it voted. The stages before this one may compute
+        that request. All stages drop it once they have voted again.
 
         Args:
             decided: The requests to compute and those to drop; None in a round without an exchange;
-                nothing in releases whose stages decide elsewhere.
+                nothing from 0.5.22 on, where the stages decide elsewhere.
 
         Returns:
-            What the engine's returns: on 0.5.18 which of these this stage has taken out.
+            What the engine's returns: before 0.5.22 which of these this stage has taken out.
         """
         if decided in ((), (None,)):
             return super().process_bootstrapped_queue(*decided)
