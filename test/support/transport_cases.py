@@ -135,7 +135,7 @@ STOCK_OUTCOMES = {
     "nixl-pp2_odd": ("wrong", "hang", "hang"),
     "nixl-pp2_tp2_to_1": ("hang", "wrong", "wrong"),
     "nixl-pp2_even_tp2_to_1": (None, "right", "right"),
-    "nixl-mla_pp2_odd": (None, "hang", "right"),
+    "nixl-mla_pp2_odd": ("right", "hang", "right"),
     "nixl-draft_on_prefill": (None, "hang", "hang"),
     "mooncake-tp2_to_1": ("right", "right", "right"),
     "mooncake-tp2_to_4_one_head": (None, "right", "right"),

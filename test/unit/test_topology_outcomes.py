@@ -208,7 +208,7 @@ def test_indivisible_kv_heads_prevent_startup():
         assert "6 KV heads" in one.reasons[0] and "TP size 4" in one.reasons[0]
 
 
-# What 0.5.18's code does over NIXL, Mooncake and Ascend, beside the cases above: model, prefill,
+# What 0.5.18's code does over NIXL, Mooncake and Ascend where no test tries it: model, prefill,
 # decode, outcomes.
 GQA, MLA = plain_model(4, KVHeads(4, 8, 8)), plain_model(4, MLADims(512, 64))
 NARROW_V, SEVEN = plain_model(2, KVHeads(4, 8, 4)), plain_model(7, KVHeads(4, 8, 8))
