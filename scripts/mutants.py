@@ -3,8 +3,9 @@
 Run by `scripts/mutants.sh`. Each fault is applied to a copy of the checkout with its own
 environments, where the tests run, quick ones first, until one fails. The faults are in
 `scripts/mutants/`: those of the tree that all releases share in `shared.toml`, those of a tree in
-`python/engines/` in a file of its name. A table's name is the file's path below `srt`, and the
-tests that find its faults soon, unless these are named after the file. A row is a fault:
+`python/engines/` in a file of its name, where a release's own also has those of shared files that
+only its tests find. A table's name is the file's path below `srt`, and the tests that find its
+faults soon, unless these are named after the file. A row is a fault:
 
     "what is wrong then" = [["old text", "new text"]]
 """
@@ -66,7 +67,8 @@ def faults(release: str) -> list[Fault]:
         if table != release and release != DEFAULT_RELEASE:
             continue
         for name, rows in tomllib.loads((FAULTS / f"{table}.toml").read_text()).items():
-            file = f"{tree}/srt/{name}"
+            homes = (f"{home}/srt/{name}" for home in (tree, *reversed(engine["trees"])))
+            file = next(path for path in homes if (ROOT / "python" / path).exists())
             for key, value in rows.items():
                 first, changes = (key, value) if isinstance(value, dict) else ("", {key: value})
                 found += [Fault(wrong, file, change, first) for wrong, change in changes.items()]

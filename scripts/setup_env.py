@@ -50,6 +50,8 @@ SYSTEM_LIBRARIES = {
     "liburing.so.2": "liburing2",
     "libcurl.so.4": "libcurl4",
 }
+# Programs that some tests run, and their Debian packages; the tests are skipped without them.
+PROGRAMS = {"quilt": "quilt"}
 
 # In every environment: the release's packages before base's, this checkout, and the CPU host if
 # its variable is set.
@@ -82,21 +84,31 @@ def missing_libraries() -> list[str]:
     return missing
 
 
-def system_libraries(title: str) -> None:
-    """Install missing libraries if this user may; otherwise log their packages and go on."""
-    missing = missing_libraries()
+def missing_programs() -> list[str]:
+    """Debian packages of the programs that are not installed."""
+    return [package for program, package in PROGRAMS.items() if not shutil.which(program)]
+
+
+def system_packages(title: str) -> None:
+    """Install missing packages if this user may; otherwise log their names and go on."""
+    missing = [*missing_libraries(), *missing_programs()]
     if not missing:
         return
     if os.geteuid() == 0 and shutil.which("apt-get"):
         with step(f"{title} ({' '.join(missing)})"):
-            run("apt-get", "update", "-q")
-            run("apt-get", "install", "-q", "-y", "--no-install-recommends", *missing)
-        missing = missing_libraries()
-    if missing:
-        log(
-            f"Mooncake will not load: system packages are missing: {' '.join(missing)}. "
-            f"Install them, e.g. `sudo apt-get install {' '.join(missing)}`. NIXL works without."
-        )
+            # A failure is not the end: what is missing then is named below.
+            subprocess.run(["apt-get", "update", "-q"], stdout=sys.stderr)
+            install = ["apt-get", "install", "-q", "-y", "--no-install-recommends"]
+            subprocess.run([*install, *missing], stdout=sys.stderr)
+    for consequence, still_missing in (
+        ("Mooncake will not load; NIXL works without", missing_libraries()),
+        ("Some tests will be skipped", missing_programs()),
+    ):
+        if still_missing:
+            log(
+                f"{consequence}: system packages are missing. "
+                f"Install them, e.g. `sudo apt-get install {' '.join(still_missing)}`."
+            )
 
 
 def base(title: str) -> None:
@@ -292,7 +304,7 @@ def prepare(
 ) -> None:
     """Run the steps in order."""
     steps: list[tuple[str, Callable[[str], None]]] = [
-        ("system libraries", system_libraries),
+        ("system packages", system_packages),
         ("torch and packages", base),
     ]
     if nixl:

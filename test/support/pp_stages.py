@@ -52,6 +52,9 @@ class Poller:
     def init(self, *args) -> None:
         """Does nothing, because no KV is sent."""
 
+    def pop_decode_prefix_len(self) -> int:
+        return 0
+
     def is_held(self) -> bool:
         self.held -= 1
         return self.held >= 0
@@ -83,7 +86,7 @@ class Request(SimpleNamespace):
             return_logprob=False,
             finished_reason=None,
             to_finish=None,
-            time_stats=SimpleNamespace(),
+            time_stats=mock.Mock(),
             add_latency=lambda stage: None,
             **more,
         )
@@ -124,10 +127,24 @@ class PrefillStage(Stage):
             token_to_kv_pool=SimpleNamespace(page_size=1),
             scheduler=self,
             tp_rank=0,
+            pp_size=2,  # more than one, as 0.5.18 asks
         )
+        self.token_to_kv_pool_allocator = queue.token_to_kv_pool
+        self.server_args.optimistic_prefill_attempts = 0
         for rid in rids:
             self.pollers[rid] = Poller(KVPoll.Bootstrapping)
-            queue.queue.append(Request(rid, disagg_kv_sender=self.pollers[rid]))
+            queue.queue.append(
+                Request(
+                    rid,
+                    disagg_kv_sender=self.pollers[rid],
+                    metadata_buffer_index=-1,
+                    pending_bootstrap=True,
+                    prefill_attempt_count=0,
+                )
+            )
+
+    def handle_bootstrap_failure(self, req: Request) -> None:
+        """Does nothing, because 0.5.18's scheduler only frees the request's memory."""
 
     def propose(self):
         return self._pp_pd_get_bootstrapped_ids()

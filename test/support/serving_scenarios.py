@@ -122,11 +122,7 @@ class Unsupported:
     reason: str
 
 
-COLUMNS = ("0.5.9", "0.5.18", "0.5.23")  # of a scenario's outcomes
-# Releases whose column is what the code does: no stock engine was run yet. Remove a release, and
-# correct its column and transport_cases.py's, once test_stock and test_drafts have run.
-NOT_MEASURED = ("0.5.18",)
-RELEASES = tuple(column for column in COLUMNS if column not in NOT_MEASURED)
+RELEASES = ("0.5.9", "0.5.18", "0.5.23")  # columns of a scenario's outcomes
 NO_STAGING = Unsupported("0.5.9 has no staging buffers")
 NO_CPU_STAGING = Unsupported("0.5.18 has staging buffers on GPUs only")
 NO_PREFIXES = Unsupported("0.5.9's decode keeps no prefixes")
@@ -156,7 +152,7 @@ class Scenario:
     An outcome is "right", "wrong", "hang", "http NUMBER", or "dead" if a server has exited.
 
     Attributes:
-        all_outcomes: Outcomes on the stock engines of `COLUMNS`.
+        outcomes: Outcomes on the stock engines of `RELEASES`.
         patched: The outcome on the patched engine.
         new_tokens: Tokens of each answer.
         make_prompts: Returns the prompts.
@@ -169,7 +165,7 @@ class Scenario:
     name: str
     topology: Topology
     model: TinyModel
-    all_outcomes: tuple[str | Unsupported, ...]
+    outcomes: tuple[str | Unsupported, ...]
     patched: str = "right"
     new_tokens: int = NEW_TOKENS
     make_prompts: Callable[[], list[list[int]]] = prompts
@@ -181,12 +177,7 @@ class Scenario:
     @property
     def stock(self) -> str | Unsupported:
         """The outcome on this release's stock engine."""
-        return self.all_outcomes[COLUMNS.index(release())]
-
-    @property
-    def outcomes(self) -> tuple[str | Unsupported, ...]:
-        """The outcomes on the stock engines of `RELEASES`, all of which were run."""
-        return tuple(self.all_outcomes[COLUMNS.index(one)] for one in RELEASES)
+        return self.outcomes[RELEASES.index(release())]
 
     @property
     def environment(self) -> dict[str, str]:

@@ -120,10 +120,9 @@ ASCEND = {
 # process crashes.
 CORRUPTED = ("wrong", "died", "raised")
 # Outcomes of the same requests on the stock engines of 0.5.9, 0.5.18 and 0.5.23, with K and V of
-# one width; None where it was not tried. 0.5.18's were not measured yet: see `NOT_MEASURED` in
-# serving_scenarios.py. In the two later releases prefill's registration thread crashes over NIXL
-# with pipeline stages of GQA (in 0.5.18 of MLA, too), with more ranks than heads on both sides, and
-# with a draft model on prefill only.
+# one width; None where it was not tried. In the two later releases prefill's registration thread
+# crashes over NIXL with pipeline stages of GQA (in 0.5.18 of MLA, too), with more ranks than heads
+# on both sides, and with a draft model on prefill only.
 STOCK_OUTCOMES = {
     "nixl-tp1_to_1": ("right", "right", "right"),
     "nixl-tp1_to_2": ("right", None, None),
@@ -136,7 +135,7 @@ STOCK_OUTCOMES = {
     "nixl-pp2_odd": ("wrong", "hang", "hang"),
     "nixl-pp2_tp2_to_1": ("hang", "wrong", "wrong"),
     "nixl-pp2_even_tp2_to_1": (None, "right", "right"),
-    "nixl-mla_pp2_odd": (None, "hang", "right"),
+    "nixl-mla_pp2_odd": ("right", "hang", "right"),
     "nixl-draft_on_prefill": (None, "hang", "hang"),
     "mooncake-tp2_to_1": ("right", "right", "right"),
     "mooncake-tp2_to_4_one_head": (None, "right", "right"),

@@ -288,6 +288,8 @@ MIXED = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.nightly
 def test_mixed_fleet_transfers_state(serve, backend, name, engines):
+    if IS_0_5_18 and (backend, name, engines[0]) == ("nixl", "nsa_pp2_odd", "stock"):
+        pytest.skip("stock 0.5.18's prefill supports no stages of MLA over NIXL")
     with serve(with_backend(backend, MIXED[name]), *engines) as servers:
         assert_all_right(servers)
 

@@ -3,7 +3,7 @@
 import pytest
 from fleet import Fleet
 from hf_configs import FALCON_H1, GPT_OSS, QWEN3_NEXT
-from serving_scenarios import COLUMNS, DRAFT_SCENARIOS, TABLE, Scenario, Unsupported
+from serving_scenarios import DRAFT_SCENARIOS, RELEASES, TABLE, Scenario, Unsupported
 from transport_cases import CORRUPTED, STOCK_0_5_9, STOCK_0_5_18, STOCK_0_5_23
 
 from pd_harness.cluster import Topology
@@ -87,7 +87,7 @@ def params_by_release(*tables):
         pytest.param(one, release, outcome, id=f"{release}-{one.name}")
         for table in tables
         for one in table
-        for release, outcome in zip(COLUMNS, one.all_outcomes)
+        for release, outcome in zip(RELEASES, one.outcomes)
         if not any(getattr(one.topology, name) for name in UNPLANNED_FEATURES)
     ]
 
@@ -144,7 +144,7 @@ def pair_for_fleet(fleet: Fleet, release: str):
     "release, name, fleet, shown",
     [
         pytest.param(release, name, *at, id=f"{release}-{name}")
-        for release, table in zip(COLUMNS, (STOCK_0_5_9, STOCK_0_5_18, STOCK_0_5_23))
+        for release, table in zip(RELEASES, (STOCK_0_5_9, STOCK_0_5_18, STOCK_0_5_23))
         for name, at in table.items()
     ],
 )
@@ -161,7 +161,7 @@ MAMBA, LINEAR = model_from_config(FALCON_H1), model_from_config(QWEN3_NEXT)
 ONE, TP_2, PP_2, DRAFT = ServerSizes(), ServerSizes(tp=2), ServerSizes(pp=2), ServerSizes(draft=1)
 BOTH_RIGHT = (RIGHT, RIGHT)
 # As in test/transport/test_state_transfer.py: model, prefill, decode, and the outcomes of each of
-# `COLUMNS` over NIXL and over Mooncake, empty where none was tried.
+# `RELEASES` over NIXL and over Mooncake, empty where none was tried.
 STATE_CASES = {
     "draft": (INDEXED_MLA, DRAFT, DRAFT, (WRONG, WRONG), BOTH_RIGHT, BOTH_RIGHT),
     "draft_on_prefill": (INDEXED_MLA, DRAFT, ONE, (CRASHES, HANGS), (HANGS, HANGS), (HANGS, FAILS)),
@@ -175,18 +175,18 @@ STATE_CASES = {
 }
 
 
-@pytest.mark.parametrize("release", COLUMNS)
+@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("name", STATE_CASES)
 def test_plan_predicts_state_outcome(name: str, release: str):
     model, prefill, decode, *outcomes = STATE_CASES[name]
-    for backend, shown in zip(("nixl", "mooncake"), outcomes[COLUMNS.index(release)]):
+    for backend, shown in zip(("nixl", "mooncake"), outcomes[RELEASES.index(release)]):
         pair = make_pair(model, prefill, decode, backend, release, False)
         assert not shown or stock(pair).outcome == shown
         is_cut = pair.splits_recurrent_state and release == "0.5.9"
         assert patched(pair).outcome == (REFUSED if is_cut else RIGHT)
 
 
-@pytest.mark.parametrize("release, shown", list(zip(COLUMNS, (CRASHES, HANGS, HANGS))))
+@pytest.mark.parametrize("release, shown", list(zip(RELEASES, (CRASHES, HANGS, HANGS))))
 def test_v_narrower_than_k_fails_on_stock_only(release: str, shown: str):
     """Its outcomes on stock are those of `STOCK_NARROWER_V` in transport_cases.py."""
     pair = make_pair(plain_model(2, KVHeads(4, 8, 4)), TP_2, ONE, "nixl", release, False)
@@ -194,7 +194,7 @@ def test_v_narrower_than_k_fails_on_stock_only(release: str, shown: str):
 
 
 def test_recurrent_state_between_unequal_pp_sizes_is_not_predicted():
-    for release, ours in zip(COLUMNS, (REFUSED, UNKNOWN, UNKNOWN)):
+    for release, ours in zip(RELEASES, (REFUSED, UNKNOWN, UNKNOWN)):
         pair = make_pair(LINEAR, PP_2, ONE, "nixl", release, False)
         assert (stock(pair).outcome, patched(pair).outcome) == (UNKNOWN, ours)
 
@@ -208,7 +208,7 @@ def test_indivisible_kv_heads_prevent_startup():
         assert "6 KV heads" in one.reasons[0] and "TP size 4" in one.reasons[0]
 
 
-# What 0.5.18's code does over NIXL, Mooncake and Ascend, beside the cases above: model, prefill,
+# What 0.5.18's code does over NIXL, Mooncake and Ascend where no test tries it: model, prefill,
 # decode, outcomes.
 GQA, MLA = plain_model(4, KVHeads(4, 8, 8)), plain_model(4, MLADims(512, 64))
 NARROW_V, SEVEN = plain_model(2, KVHeads(4, 8, 4)), plain_model(7, KVHeads(4, 8, 8))

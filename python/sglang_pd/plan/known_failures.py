@@ -1,8 +1,8 @@
 """Known failures of stock engines with a pair, by release, backend and sizes.
 
 Each failure names its patch record (docs/patches.md), if any, which has its cause and fix. The
-outcome is what serving showed, or the transport's tests if no server was tried; on 0.5.18, where
-servers were not tried yet, what its code does. The first failure that applies counts.
+outcome is what serving showed, or the transport's tests if no server was tried, or else what the
+release's code does. The first failure that applies counts.
 """
 
 from collections.abc import Callable

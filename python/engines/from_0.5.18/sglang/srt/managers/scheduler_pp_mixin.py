@@ -1,8 +1,8 @@
-"""Keeps decode's pipeline stages in step: they end the same requests, and in the same way."""
+"""Keeps pipeline stages in step: prefill's start the same requests, and decode's end the same."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
@@ -21,6 +21,31 @@ class SchedulerPPMixin(EngineSchedulerPPMixin):
     postponed_rids: list[list[str]] = PerInstance(lambda: [[], []])
     # Requests that earlier stages have ended, and of which this one still holds the pages.
     unended_rids: list[str] = PerInstance(list)
+
+    def process_bootstrapped_queue(self, *decided: list[list[str]] | None) -> Any:
+        """Prefill: takes the requests that the stages have decided on out of the bootstrap queue.
+
+        Extends the engine's if it takes what they have decided, as before 0.5.22: it also drops a
+        request that has failed on this stage since it voted. The stages before this one may compute
+        that request. All stages drop it once they have voted again.
+
+        Args:
+            decided: The requests to compute and those to drop; None in a round without an exchange;
+                nothing from 0.5.22 on, where the stages decide elsewhere.
+
+        Returns:
+            What the engine's returns: before 0.5.22 which of these this stage has taken out.
+        """
+        if decided in ((), (None,)):
+            return super().process_bootstrapped_queue(*decided)
+        queue = self.disagg_prefill_bootstrap_queue
+        waiting = queue.queue
+        named = {rid for rids in decided[0] for rid in rids}
+        queue.queue = [request for request in waiting if request.rid in named]
+        done = super().process_bootstrapped_queue(*decided)
+        ended = {rid for rids in done for rid in rids}
+        queue.queue = [request for request in waiting if request.rid not in ended]
+        return done
 
     def process_prealloc_queue(
         self, prealloc_rids: list[list[str]] | None
