@@ -83,7 +83,7 @@ FLEETS = [
 ]
 
 # (fleet, stock's outcome afterwards). With stages of unequal length stock's tokens are wrong; the
-# test is about how soon they come.
+# test is about how soon they come. A prefill server of 0.5.18 with stages may exit.
 LATER = [
     (fleet("nixl", **PP_2), "http 500"),  # after the time-outs of ENGINE_TIMEOUTS
     (fleet("nixl", "either", overlap=True, **TP_2_TO_2), "right"),
@@ -136,7 +136,8 @@ def test_stock_after_disconnects(fleet, next_prompts, reference):
     row = retry_memfabric_faults(
         lambda: state_after_disconnects(fleet, "stock", [0], reference, patience)
     )
-    assert row["next_prompts"] == next_prompts, row
+    may_exit = release() == "0.5.18" and fleet.topology.prefill_pp > 1
+    assert row["next_prompts"] == next_prompts or (may_exit and not row["alive"]), row
 
 
 def state_after_disconnects(
@@ -144,7 +145,8 @@ def state_after_disconnects(
 ) -> dict:
     """Runs two hundred clients per seed; records and returns what they leave behind.
 
-    Fails with the log of a server that has exited, or whose MemFabric has lost memory of a peer.
+    Fails with the log of a patched server that has exited, or of a server whose MemFabric has lost
+    memory of a peer.
     """
     expected = reference(fleet.model, NEW_TOKENS)
     label = f"hang-up-{fleet.name}-{engine}"
@@ -169,7 +171,7 @@ def state_after_disconnects(
                 assert heads_moved_by(*servers[:2]) == wanted
         finally:
             record("hang_ups", **row)
-        for server in servers:
+        for server in servers if engine == "patched" else ():
             server.check_running()
     return row
 

@@ -1,7 +1,7 @@
 """A request that prefill refuses also fails on decode, at once and with prefill's reason."""
 
 import pytest
-from engine_release import SINCE_0_5_23, nightly_if_not_default
+from engine_release import SINCE_0_5_18, nightly_if_not_default
 from server_pairs import LOGS, ask_both, assert_freed
 from serving_checks import record
 from serving_scenarios import SEVEN_LAYERS, model_folder
@@ -21,7 +21,7 @@ REFUSED = {
     "too long for prefill's pool": ({"input_ids": list(range(1, 400))}, "maximum"),
     "with a priority": ({"input_ids": [1, 2, 3], "priority": 1}, "does not accept priorities"),
 }
-if not SINCE_0_5_23:  # whose prefill accepts priorities, whatever its options say
+if not SINCE_0_5_18:  # 0.5.9's prefill accepts priorities, whatever its options say
     del REFUSED["with a priority"]
 FITS = {"input_ids": [5, 6, 7, 8]}
 SAMPLING = {"sampling_params": {"max_new_tokens": 2, "temperature": 0}}

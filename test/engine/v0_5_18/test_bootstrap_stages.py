@@ -45,3 +45,24 @@ def test_stage_computes_what_the_stages_agreed_on(stock):
 def test_stages_drop_what_failed_on_one(stage):
     found = pp_stages.run_stages("bootstrap", 3, RIDS, [[0, stage, "1", "failed"]], 2)
     assert found == [[[], ["2", "3"]]] * 3
+
+
+def test_later_stage_drops_what_only_it_has():
+    pp_stages.group()
+    first, later = stages = [pp_stages.PrefillStage(number, RIDS, 8) for number in (0, 1)]
+    first.disagg_prefill_bootstrap_queue.queue.pop(0)
+    later.pollers["1"].set_state("failed")
+    later.previous_output = first.propose()
+    decision = later.propose()
+    for stage in stages:
+        decision = stage.decide(decision)
+    assert first.remaining() == later.remaining() == RIDS[1:]
+
+
+@pytest.mark.parametrize("rooms", [1, 2])
+def test_requests_of_one_id_leave_one_by_one(rooms):
+    """There may be a metadata row for only one of them."""
+    pp_stages.group()
+    stage = pp_stages.PrefillStage(0, ["1", "1", "2"], rooms)
+    assert stage.decide([["1"], []]) == [["1"] * rooms, []]
+    assert stage.remaining() == ["1"] * (2 - rooms) + ["2"]

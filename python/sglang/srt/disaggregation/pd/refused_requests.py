@@ -7,6 +7,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.disaggregation import utils
+
+
+def answer_rejected(scheduler: Any, req: Any) -> bool:
+    """Answers the client of a request that is aborted before it is queued; returns whether it is.
+
+    One that is too long is an example. Before 0.5.21 the engine would queue it with a prompt of one
+    token instead, and send the KV to decode, which would answer with wrong tokens. From then on the
+    engine does this itself.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    end = req.to_finish
+    is_rejected = isinstance(end, FINISH_ABORT) and req.disagg_kv_sender is None
+    if not is_rejected or hasattr(utils, "is_unadmitted_reject"):
+        return False
+    utils.prepare_abort(req, end.message, status_code=end.status_code)
+    scheduler.output_streamer.stream_output([req], req.return_logprob)
+    if req.session is not None:
+        req.session.abort_req()  # else it waits for this request's end
+    return True
+
 
 def notify_refused(manager: Any, req: Any, reason: str = "") -> None:
     """Notifies decode ranks that this request failed, including those that request it later.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.pd.local_layout import scheduler_context
 from sglang.srt.disaggregation.pd.noted_requests import note_request, note_seconds
-from sglang.srt.disaggregation.pd.refused_requests import notify_refused
+from sglang.srt.disaggregation.pd.refused_requests import answer_rejected, notify_refused
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.prefill import CommonKVManager, EnginePrefillBootstrapQueue, Req
@@ -22,9 +22,13 @@ class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
             return super()._init_kv_manager()
 
     def add(self, req: Req, num_kv_heads: int) -> None:
-        """Queues a request. Extends the engine's: notifies decode if it is refused."""
-        # Not `super()`: the engine's tests call this on other objects.
-        EnginePrefillBootstrapQueue.add(self, req, num_kv_heads)
+        """Queues a request. Extends the engine's: notifies decode if it is refused.
+
+        Also ends a request that has been rejected already, see `answer_rejected`.
+        """
+        if not answer_rejected(getattr(self, "scheduler", None), req):
+            # Not `super()`: the engine's tests call this on other objects.
+            EnginePrefillBootstrapQueue.add(self, req, num_kv_heads)
         manager = getattr(self, "kv_manager", None)
         note_request(manager, req)
         notify_refused(manager, req)

@@ -34,18 +34,20 @@ class SchedulerPPMixin(EngineSchedulerPPMixin):
                 nothing from 0.5.22 on, where the stages decide elsewhere.
 
         Returns:
-            What the engine's returns: before 0.5.22 which of these this stage has taken out.
+            What the engine's returns; before 0.5.22 the requests that this stage computes, and all
+            to drop, also those that only a later stage has.
         """
         if decided in ((), (None,)):
             return super().process_bootstrapped_queue(*decided)
+        to_compute, to_drop = decided[0]
         queue = self.disagg_prefill_bootstrap_queue
         waiting = queue.queue
-        named = {rid for rids in decided[0] for rid in rids}
-        queue.queue = [request for request in waiting if request.rid in named]
-        done = super().process_bootstrapped_queue(*decided)
-        ended = {rid for rids in done for rid in rids}
-        queue.queue = [request for request in waiting if request.rid not in ended]
-        return done
+        decided_on = [one for one in waiting if one.rid in (*to_compute, *to_drop)]
+        queue.queue = decided_on
+        computed, _ = super().process_bootstrapped_queue(*decided)
+        ended = {id(one) for one in decided_on} - {id(one) for one in queue.queue}
+        queue.queue = [one for one in waiting if id(one) not in ended]
+        return [computed, to_drop]
 
     def process_prealloc_queue(
         self, prealloc_rids: list[list[str]] | None
