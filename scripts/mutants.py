@@ -67,8 +67,8 @@ def faults(release: str) -> list[Fault]:
         if table != release and release != DEFAULT_RELEASE:
             continue
         for name, rows in tomllib.loads((FAULTS / f"{table}.toml").read_text()).items():
-            homes = (f"{home}/srt/{name}" for home in (tree, *reversed(engine["trees"])))
-            file = next(path for path in homes if (ROOT / "python" / path).exists())
+            homes = [f"{home}/srt/{name}" for home in (tree, *reversed(engine["trees"]))]
+            file = next((path for path in homes if (ROOT / "python" / path).exists()), homes[0])
             for key, value in rows.items():
                 first, changes = (key, value) if isinstance(value, dict) else ("", {key: value})
                 found += [Fault(wrong, file, change, first) for wrong, change in changes.items()]

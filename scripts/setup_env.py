@@ -89,9 +89,13 @@ def missing_programs() -> list[str]:
     return [package for program, package in PROGRAMS.items() if not shutil.which(program)]
 
 
-def system_packages(title: str) -> None:
-    """Install missing packages if this user may; otherwise log their names and go on."""
-    missing = [*missing_libraries(), *missing_programs()]
+def system_packages(title: str, tests: bool) -> None:
+    """Install missing packages if this user may; otherwise log their names and go on.
+
+    Args:
+        tests: Whether to install the programs that some tests run, too.
+    """
+    missing = [*missing_libraries(), *(missing_programs() if tests else ())]
     if not missing:
         return
     if os.geteuid() == 0 and shutil.which("apt-get"):
@@ -102,7 +106,7 @@ def system_packages(title: str) -> None:
             subprocess.run([*install, *missing], stdout=sys.stderr)
     for consequence, still_missing in (
         ("Mooncake will not load; NIXL works without", missing_libraries()),
-        ("Some tests will be skipped", missing_programs()),
+        ("Some tests will be skipped", missing_programs() if tests else []),
     ):
         if still_missing:
             log(
@@ -270,6 +274,9 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
         help=f"release of the engine; may be repeated (default: {chosen})",
     )
     only_named = "; without `stock` or `patched`, prepare no engine"
+    ask.add_argument(
+        "--tests", action="store_true", help=f"install {', '.join(PROGRAMS)}, which tests run, too"
+    )
     ask.add_argument("--nixl", metavar="VERSION", help=f"prepare this release of NIXL{only_named}")
     ask.add_argument(
         "--memfabric",
@@ -296,15 +303,19 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
         except BlockingIOError:
             log("waiting for another set-up to finish")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        prepare(releases, wanted, asked.nixl, list(dict.fromkeys(memfabrics)))
+        prepare(releases, wanted, asked.nixl, list(dict.fromkeys(memfabrics)), asked.tests)
 
 
 def prepare(
-    releases: list[str], engines: list[str], nixl: str | None, memfabrics: list[str]
+    releases: list[str],
+    engines: list[str],
+    nixl: str | None,
+    memfabrics: list[str],
+    tests: bool,
 ) -> None:
     """Run the steps in order."""
     steps: list[tuple[str, Callable[[str], None]]] = [
-        ("system packages", system_packages),
+        ("system packages", partial(system_packages, tests=tests)),
         ("torch and packages", base),
     ]
     if nixl:

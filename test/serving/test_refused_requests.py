@@ -29,8 +29,12 @@ SAMPLING = {"sampling_params": {"max_new_tokens": 2, "temperature": 0}}
 
 @pytest.fixture(params=BACKENDS)
 def servers(request):
-    """A prefill server with a small pool that refuses priorities, and a decode server."""
-    topology, logs = Topology(backend=request.param), LOGS / f"refused-{request.param}"
+    """A prefill server with a small pool that refuses priorities, and a decode server.
+
+    Over Mooncake prefill has two stages, each of which receives and refuses the request.
+    """
+    topology = Topology(backend=request.param, prefill_pp=2 if request.param == "mooncake" else 1)
+    logs = LOGS / f"refused-{request.param}"
     given = (topology, "patched", model_folder(SEVEN_LAYERS), logs, *free_ports(1))
     environment = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30"}
     prefill = cluster.prefill_server(*given, max_tokens=PREFILL_TOKENS)

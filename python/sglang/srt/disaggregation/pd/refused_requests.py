@@ -11,11 +11,11 @@ from sglang.srt.disaggregation import utils
 
 
 def answer_rejected(scheduler: Any, req: Any) -> bool:
-    """Answers the client of a request that is aborted before it is queued; returns whether it is.
+    """Answers the client if the scheduler has rejected this request, for example as too long.
 
-    One that is too long is an example. Before 0.5.21 the engine would queue it with a prompt of one
-    token instead, and send the KV to decode, which would answer with wrong tokens. From then on the
-    engine does this itself.
+    Returns whether it has. Engines before 0.5.21 would queue the request with a prompt of one token
+    instead, and send that token's KV to decode, which would answer with wrong tokens. Later engines
+    answer the client themselves.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -24,9 +24,10 @@ def answer_rejected(scheduler: Any, req: Any) -> bool:
     if not is_rejected or hasattr(utils, "is_unadmitted_reject"):
         return False
     utils.prepare_abort(req, end.message, status_code=end.status_code)
-    scheduler.output_streamer.stream_output([req], req.return_logprob)
-    if req.session is not None:
-        req.session.abort_req()  # else it waits for this request's end
+    streamer = getattr(scheduler, "output_streamer", scheduler)  # 0.5.9's scheduler streams itself
+    streamer.stream_output([req], req.return_logprob)
+    if (session := getattr(req, "session", None)) is not None:  # a request of 0.5.9 has none
+        session.abort_req()  # else it waits for this request's end
     return True
 
 

@@ -42,7 +42,8 @@ class SchedulerPPMixin(EngineSchedulerPPMixin):
         to_compute, to_drop = decided[0]
         queue = self.disagg_prefill_bootstrap_queue
         waiting = queue.queue
-        decided_on = [one for one in waiting if one.rid in (*to_compute, *to_drop)]
+        named = {*to_compute, *to_drop}
+        decided_on = [one for one in waiting if one.rid in named]
         queue.queue = decided_on
         computed, _ = super().process_bootstrapped_queue(*decided)
         ended = {id(one) for one in decided_on} - {id(one) for one in queue.queue}
