@@ -7,6 +7,8 @@ names blocks of two lists, which are prepared once for each peer:
     run: address, length, device, stride, 3        blocks 3 4 5
 """
 
+import inspect
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -69,12 +71,21 @@ def complete_manager(manager, info: SimpleNamespace, own, peer, pages: int) -> N
         manager._prepare_payload_xfer(info)
 
 
+def notices(send: Callable, notice: str) -> tuple[str, ...]:
+    """What else a method that sends over NIXL takes: in 0.5.18 decode's notification."""
+    return (notice,) if "notif" in inspect.signature(send).parameters else ()
+
+
 def descriptors(runs: np.ndarray, blocks: np.ndarray) -> np.ndarray:
     """The address, length and device, `[blocks, 3]`, of these blocks in a prepared list.
+
+    Stock 0.5.18's lists have a row for each block.
 
     Raises:
         IndexError: The list does not have a block.
     """
+    if runs.shape[1] == 3:
+        return runs[blocks].astype(np.int64)
     address, length, device, stride, held = runs.astype(np.int64).T
     ends = held.cumsum()
     if blocks.size and not 0 <= blocks.min() <= blocks.max() < ends[-1]:

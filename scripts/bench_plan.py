@@ -136,8 +136,11 @@ class TransferCase:
             sizes = (self.own.tp_size, self.peer.tp_size, self.peer.tp_rank, page_bytes)
             tail = (0, NOTIFICATION, *(sizes if sliced else ()))
         send = manager.send_kvcache_slice if sliced else manager.send_kvcache
-        if self.later and sliced and not self.lists:
-            return lambda src_pages, dst_pages: send(PEER, src_pages, dst_pages)
+        if self.later and not self.lists:
+            notices = bench_0_5_23.notices(send, NOTIFICATION)
+            if sliced:
+                return lambda src_pages, dst_pages: send(PEER, src_pages, dst_pages, *notices)
+            tail = (*tail, *notices)
         return lambda src_pages, dst_pages: send(PEER, src_pages, dst, dst_pages, *tail)
 
     def _manager(self, manager_class: type, transport: FakeTransport):

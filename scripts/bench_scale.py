@@ -24,11 +24,11 @@ from bench_common import SCALE, JsonFile, console, finish, show
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "test" / "support"))
 import fleet as fleets  # noqa: E402
-from engine_release import SINCE_0_5_20  # noqa: E402
+from engine_release import SINCE_0_5_23  # noqa: E402
 
 ENGINES = ("stock", "patched")
-# In 0.5.9 NIXL requests conclude by NIXL's own notifications, which `null_transfer` lacks.
-BACKENDS = ("mooncake", "nixl") if SINCE_0_5_20 else ("mooncake",)
+# Earlier, NIXL requests conclude by NIXL's own notifications, which `null_transfer` lacks.
+BACKENDS = ("mooncake", "nixl") if SINCE_0_5_23 else ("mooncake",)
 RANKS = (8, 16, 32, 64)  # of each side
 STAGES = 4
 REQUESTS = 256  # of all decode ranks together, while processor time is measured

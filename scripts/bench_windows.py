@@ -9,6 +9,7 @@ import functools
 import uuid
 from types import SimpleNamespace
 
+import bench_0_5_23
 import numpy as np
 
 WINDOW = 4096  # tokens
@@ -110,9 +111,11 @@ def make_state_call(manager, info: SimpleNamespace, peer: str, notice: str, late
     send, pointers = manager.maybe_send_extra, info.dst_state_data_ptrs
     if not later:
         return lambda src, dst: send(peer, src, pointers, dst, 0, notice, 1)
-    if not hasattr(manager, "prepared"):  # stock prepares its own lists
+    # Stock prepares its own lists; 0.5.18's none.
+    if hasattr(manager, "_prepare_state_xfer") and not hasattr(manager, "prepared"):
         manager._prepare_state_xfer(info)
         if peer not in manager._prepared_state_plans:
             raise RuntimeError("the engine prepares no lists for this state")
     more = {"dst_state_item_lens": info.dst_state_item_lens, "dst_state_layer_ids": [[]]}
-    return lambda src, dst: list(send(peer, [src], pointers, [dst], 0, 1, **more))
+    tail = (0, *bench_0_5_23.notices(send, notice), 1)
+    return lambda src, dst: list(send(peer, [src], pointers, [dst], *tail, **more))

@@ -184,7 +184,7 @@ def cpu_copy() -> list[str]:
     text = """\
 KV of a retracted request to the host and back (`scripts/bench.sh cpu-copy`), scattered slots,
 medians measured in turns; the loop copies layer by layer and chunk by chunk. 0.5.9's pools copy
-with the patches' code, 0.5.23's with the engine's own."""
+with the patches' code, those of 0.5.18 and 0.5.23 with the engine's own."""
     return section(text, CPU_COPY, bench_rows("cpu-copy"))
 
 

@@ -2,8 +2,9 @@
 
 Run by `scripts/mutants.sh`. Each fault is applied to a copy of the checkout with its own
 environments, where the tests run, quick ones first, until one fails. The faults are in
-`scripts/mutants/`: those of the tree that all releases share in `shared.toml`, those of a release's
-own in RELEASE.toml. A table's name is the file's path below `srt`, and the tests that find its
+`scripts/mutants/`: those of the tree that all releases share in `shared.toml`, those of a tree in
+`python/engines/` in a file of its name, where a release's own also has those of shared files that
+only its tests find. A table's name is the file's path below `srt`, and the tests that find its
 faults soon, unless these are named after the file. A row is a fault:
 
     "what is wrong then" = [["old text", "new text"]]
@@ -30,7 +31,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "scripts" / "mutants"
 DEFAULT_RELEASE = (ROOT / "scripts" / "default_release").read_text().strip()
-SHARED = "sglang"  # the tree that every release has; its faults run with one release
+SHARED = "sglang"  # the tree that every release has
 SUITES = ("unit", "engine", "transport", "harness", "serving")  # the tool's tests do not use it
 NOT_COPIED_NAMES = (".git", ".pd-env", "__pycache__", ".ruff_cache", ".pytest_cache", ".hypothesis")
 LINKED_FOLDERS = ("packages", "models", "references")
@@ -58,15 +59,16 @@ class Fault:
 
 
 def faults(release: str) -> list[Fault]:
-    """The faults of this release's trees; the shared tree's only for the default release."""
+    """The faults of this release's trees; of trees that it shares only for the default release."""
     engine = tomllib.loads((ROOT / "python" / "engines" / release / "release.toml").read_text())
     found = []
     for tree in engine["trees"]:
-        if tree == SHARED and release != DEFAULT_RELEASE:
-            continue
         table = "shared" if tree == SHARED else Path(tree).parent.name
+        if table != release and release != DEFAULT_RELEASE:
+            continue
         for name, rows in tomllib.loads((FAULTS / f"{table}.toml").read_text()).items():
-            file = f"{tree}/srt/{name}"
+            homes = [f"{home}/srt/{name}" for home in (tree, *reversed(engine["trees"]))]
+            file = next((path for path in homes if (ROOT / "python" / path).exists()), homes[0])
             for key, value in rows.items():
                 first, changes = (key, value) if isinstance(value, dict) else ("", {key: value})
                 found += [Fault(wrong, file, change, first) for wrong, change in changes.items()]
@@ -135,7 +137,9 @@ def quick_tests(fault: Fault, release: str) -> list[str]:
     """Tests to run first: the fault's, or those named after its file."""
     if fault.first:
         return [fault.first]
-    folders = ("test/unit", "test/engine", f"test/engine/v{release.replace('.', '_')}")
+    folders = ["test/unit", "test/engine", f"test/engine/v{release.replace('.', '_')}"]
+    if release != "0.5.9":
+        folders.append("test/engine/from_0_5_18")
     named = [f"{folder}/test_{Path(fault.file).stem}.py" for folder in folders]
     return [name for name in named if (ROOT / name).exists()]
 

@@ -50,6 +50,8 @@ SYSTEM_LIBRARIES = {
     "liburing.so.2": "liburing2",
     "libcurl.so.4": "libcurl4",
 }
+# Programs that some tests run, and their Debian packages; the tests are skipped without them.
+PROGRAMS = {"quilt": "quilt"}
 
 # In every environment: the release's packages before base's, this checkout, and the CPU host if
 # its variable is set.
@@ -82,21 +84,35 @@ def missing_libraries() -> list[str]:
     return missing
 
 
-def system_libraries(title: str) -> None:
-    """Install missing libraries if this user may; otherwise log their packages and go on."""
-    missing = missing_libraries()
+def missing_programs() -> list[str]:
+    """Debian packages of the programs that are not installed."""
+    return [package for program, package in PROGRAMS.items() if not shutil.which(program)]
+
+
+def system_packages(title: str, tests: bool) -> None:
+    """Install missing packages if this user may; otherwise log their names and go on.
+
+    Args:
+        tests: Whether to install the programs that some tests run, too.
+    """
+    missing = [*missing_libraries(), *(missing_programs() if tests else ())]
     if not missing:
         return
     if os.geteuid() == 0 and shutil.which("apt-get"):
         with step(f"{title} ({' '.join(missing)})"):
-            run("apt-get", "update", "-q")
-            run("apt-get", "install", "-q", "-y", "--no-install-recommends", *missing)
-        missing = missing_libraries()
-    if missing:
-        log(
-            f"Mooncake will not load: system packages are missing: {' '.join(missing)}. "
-            f"Install them, e.g. `sudo apt-get install {' '.join(missing)}`. NIXL works without."
-        )
+            # A failure is not the end: what is missing then is named below.
+            subprocess.run(["apt-get", "update", "-q"], stdout=sys.stderr)
+            install = ["apt-get", "install", "-q", "-y", "--no-install-recommends"]
+            subprocess.run([*install, *missing], stdout=sys.stderr)
+    for consequence, still_missing in (
+        ("Mooncake will not load; NIXL works without", missing_libraries()),
+        ("Some tests will be skipped", missing_programs() if tests else []),
+    ):
+        if still_missing:
+            log(
+                f"{consequence}: system packages are missing. "
+                f"Install them, e.g. `sudo apt-get install {' '.join(still_missing)}`."
+            )
 
 
 def base(title: str) -> None:
@@ -258,6 +274,9 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
         help=f"release of the engine; may be repeated (default: {chosen})",
     )
     only_named = "; without `stock` or `patched`, prepare no engine"
+    ask.add_argument(
+        "--tests", action="store_true", help=f"install {', '.join(PROGRAMS)}, which tests run, too"
+    )
     ask.add_argument("--nixl", metavar="VERSION", help=f"prepare this release of NIXL{only_named}")
     ask.add_argument(
         "--memfabric",
@@ -284,15 +303,19 @@ packages, or a wheel's path; or "existing" for the torch that this Python alread
         except BlockingIOError:
             log("waiting for another set-up to finish")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        prepare(releases, wanted, asked.nixl, list(dict.fromkeys(memfabrics)))
+        prepare(releases, wanted, asked.nixl, list(dict.fromkeys(memfabrics)), asked.tests)
 
 
 def prepare(
-    releases: list[str], engines: list[str], nixl: str | None, memfabrics: list[str]
+    releases: list[str],
+    engines: list[str],
+    nixl: str | None,
+    memfabrics: list[str],
+    tests: bool,
 ) -> None:
     """Run the steps in order."""
     steps: list[tuple[str, Callable[[str], None]]] = [
-        ("system libraries", system_libraries),
+        ("system packages", partial(system_packages, tests=tests)),
         ("torch and packages", base),
     ]
     if nixl:

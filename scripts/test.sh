@@ -30,7 +30,7 @@ if [[ ${#releases[@]} -eq 0 ]]; then
     [[ -z $named ]] || releases=("$SGLANG_PD_RELEASE")
 fi
 
-scripts/setup.sh "${releases[@]/#/--release=}"
+scripts/setup.sh --tests "${releases[@]/#/--release=}"
 .pd-env/base/bin/ruff check .
 .pd-env/base/bin/ruff format --check .
 

@@ -14,7 +14,7 @@ from pd_harness.releases import default_release, release
 # pytest's importlib mode does not extend `sys.path`; the last line of this block does.
 HERE = Path(__file__).parent
 LONG_RUNNING_SUITES = ("serving", "transport")
-LONG_SECONDS = 1800  # tests with such a timeout, or a longer one, start early
+LONG_SECONDS = 900  # tests with such a timeout, or a longer one, start early
 # Releases other than the default run these at night only: they are long, and what they check is
 # the same in all releases or has quicker tests.
 NIGHTLY_FOR_OTHER_RELEASES = {

@@ -22,6 +22,7 @@ from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.install import operations
 from sglang_pd.install import show as status_view
 from sglang_pd.install.engine import Engine, find_engine
+from sglang_pd.install.export import export as write_series
 from sglang_pd.install.release_detection import detect_release, release_notes
 from sglang_pd.patchset.patches import Release, load_release, read_records, supported_releases
 from sglang_pd.verify import show as verdict_view
@@ -194,7 +195,7 @@ def revert(engine: EnginePath = None) -> None:
     """Undoes `apply`: restores every byte of the engine's files."""
     found = find_engine(engine)
     done = operations.revert(found)
-    out.print("restored" if done else "nothing to revert at", Text(str(found.root)))
+    out.print(done or "nothing to revert at", Text(str(found.root)))
 
 
 @command
@@ -206,6 +207,26 @@ def diff(engine: EnginePath = None, release: ReleaseName = None) -> None:
     sys.stdout.flush()
     for line in operations.diff(found, patch_set):
         sys.stdout.buffer.write(line)
+
+
+@command
+def export(
+    output: Annotated[Path, typer.Option("--output", help="A new folder for the patches.")],
+    format: Annotated[
+        Literal["git"], typer.Option("--format", help="git: for `git apply`, and for `quilt`.")
+    ] = "git",
+    engine: EnginePath = None,
+    release: ReleaseName = None,
+) -> None:
+    """Writes the patch set as a series of patches for this engine, one for each record.
+
+    The folder has `series`, SHA256SUMS, and a README with the engine's version or revision.
+    """
+    found, patch_set = find_engine_and_release(engine, release)
+    for remark in release_notes(found, patch_set):
+        err.print(Text(remark))
+    names = write_series(found, patch_set, output)
+    out.print(f"{len(names)} patches for SGLang {patch_set.name} in", Text(str(output)))
 
 
 @command

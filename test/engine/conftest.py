@@ -1,8 +1,8 @@
 """Tests of the engine's real classes in one process; `stock` probes those of the stock engine.
 
-`v0_5_9` tests what the patch set replaces in releases before 0.5.20 only, `v0_5_23` what only
-later releases have. The stock engine of a later release can run these tests, too, and shows which
-of them it fails.
+`v0_5_9`, `v0_5_18` and `v0_5_23` test what the patch set has for one release only, and
+`from_0_5_18` what it has for all releases after 0.5.9. The stock engine of such a release can run
+these tests, too, and shows which of them it fails.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
+from bootstrap_server import BootstrapServer
+from engine_release import SINCE_0_5_18
 
 from pd_harness import cluster, forks
 from pd_harness.cpu_host import ENVIRONMENT
@@ -26,14 +27,46 @@ STOCK_SECONDS = 120  # for all probes of one call
 ARRIVAL_MS = 10_000
 
 pytest.importorskip("sglang", reason="no engine here")
-IS_BEFORE_0_5_20 = Version(release()) < Version("0.5.20")
 PATCHED = importlib.util.find_spec("sglang.srt.disaggregation.kv_layout") is not None
-if IS_BEFORE_0_5_20 and not PATCHED:
+if not (SINCE_0_5_18 or PATCHED):
     pytest.skip("no patched engine here", allow_module_level=True)
 
-collect_ignore = ["v0_5_23" if IS_BEFORE_0_5_20 else "v0_5_9"]
+FOLDERS = {
+    "0.5.9": {"v0_5_9"},
+    "0.5.18": {"from_0_5_18", "v0_5_18"},
+    "0.5.23": {"from_0_5_18", "v0_5_23"},
+}
+collect_ignore = sorted(set().union(*FOLDERS.values()) - FOLDERS[release()])
 if not PATCHED:
-    collect_ignore += ["test_npu_dry_run.py", "test_verify.py"]
+    collect_ignore += ["test_npu_dry_run.py", "test_verify.py", "v0_5_18"]
+    # What the stock engine lacks of what later releases share.
+    collect_ignore += [
+        "v0_5_23/test_bootstrap_messages.py",
+        "v0_5_23/test_room_state_machine.py",
+        *(
+            f"from_0_5_18/test_{subject}.py"
+            for subject in (
+                "add_transfer_request",
+                "compatibility",
+                "draft_kv_heads",
+                "early_prefix",
+                "failure_records",
+                "interleaving_receiver",
+                "local_layout",
+                "memory_registration_at_runtime",
+                "message_checks",
+                "packed_transfers",
+                "peer_reconnect",
+                "peers",
+                "prefill_servers",
+                "room_failures",
+                "room_status",
+                "state_page_counts",
+                "transfer_worker",
+                "verify_elided_index_keys",
+            )
+        ),
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -105,3 +138,42 @@ def listen():
     yield bind
     for sock in bound:
         sock.close(linger=0)
+
+
+# KV managers of releases after 0.5.9, without a transfer library
+
+
+@pytest.fixture(params=["mooncake", "nixl"])
+def backend(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def published():
+    """Publishes the engine configuration that managers read."""
+    import fake_managers  # not with 0.5.9
+
+    with fake_managers.published_config():
+        yield
+
+
+@pytest.fixture
+def prefill(backend, published):
+    import fake_managers
+
+    return fake_managers.prefill_rank(backend)
+
+
+@pytest.fixture
+def decode(backend, published):
+    import fake_managers
+
+    return fake_managers.decode_rank(backend)
+
+
+@pytest.fixture
+def bootstrap():
+    """A prefill server's bootstrap server, which decode queries."""
+    server = BootstrapServer()
+    yield server
+    server.stop()

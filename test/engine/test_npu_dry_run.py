@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_release import SINCE_0_5_20, nightly_if_not_default
+from engine_release import SINCE_0_5_18, nightly_if_not_default
 
 from pd_harness.cluster import CHECKOUT
 from pd_harness.device import device
@@ -26,8 +26,8 @@ SUPPORT = Path(__file__).parents[1] / "support"
 COPY_TESTS_0_5_9 = ("memory_of_a_dropped_copy_is_reused", "copy_of_no_slots")
 SYNC_TESTS = "test/engine/host_copy_sync.py"
 COPY_TESTS = (
-    ["test/engine/v0_5_23/test_cpu_copy_layouts.py"]
-    if SINCE_0_5_20
+    ["test/engine/from_0_5_18/test_cpu_copy_layouts.py"]
+    if SINCE_0_5_18
     else [f"test/engine/v0_5_9/test_cpu_copy_memory.py::test_{name}" for name in COPY_TESTS_0_5_9]
 )
 # Two NPUs suffice for a TP 1 pair only; four for two stages, or two groups, on either side.

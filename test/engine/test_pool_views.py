@@ -5,7 +5,7 @@ import head_pools
 import pytest
 import torch
 from engine_calls import by_kind
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from msgspec.structs import replace
 from sglang.srt.disaggregation.kv_layout import LayoutError
 from sglang.srt.disaggregation.pd import pool_views
@@ -27,7 +27,7 @@ def no_variables(monkeypatch):
 
 
 def window_pool() -> SWAKVPool:
-    more = {} if SINCE_0_5_20 else {"enable_kvcache_transpose": False}
+    more = {} if SINCE_0_5_18 else {"enable_kvcache_transpose": False}
     with single_rank_context():
         return SWAKVPool(
             size=32,

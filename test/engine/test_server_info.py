@@ -4,7 +4,7 @@ import dataclasses
 
 import msgspec
 import pytest
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_23
 from sglang.srt.server_args import prepare_server_args
 
 from pd_harness.cpu_host.models import TinyGQA
@@ -23,7 +23,7 @@ def model_path(tmp_path_factory):
 
 def server_info_sizes(arguments) -> dict:
     """The sizes that a server with these arguments reports at /server_info."""
-    if SINCE_0_5_20:
+    if SINCE_0_5_23:
         arguments.resolve_once()
         answer = arguments.resolved_dict()
     else:
@@ -33,7 +33,7 @@ def server_info_sizes(arguments) -> dict:
 
 @pytest.mark.parametrize(
     ("flags", "attention_tp"),
-    [((), 8), (DP_ATTENTION, 4), *([(ATTN_DP, 4)] if SINCE_0_5_20 else [])],
+    [((), 8), (DP_ATTENTION, 4), *([(ATTN_DP, 4)] if SINCE_0_5_23 else [])],
     ids=str,
 )
 def test_attention_tp_from_server_info(model_path, flags, attention_tp):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engine_calls import by_kind
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18, not_0_5_18
 from sglang.srt.disaggregation.kv_layout import LayoutError, Sizes
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.pd import write_bounds
@@ -145,8 +145,8 @@ def test_memory_registered_during_a_transfer_counts_for_the_next(monkeypatch):
     assert manager._transfer_data(DECODE, [block(0x8000, 8, KV + DECODE_OFFSET)]) == 7
 
 
-only_since_0_5_20 = pytest.mark.skipif(
-    not SINCE_0_5_20, reason="0.5.9 has a plan for each decode rank"
+only_since_0_5_18 = pytest.mark.skipif(
+    not SINCE_0_5_18, reason="0.5.9 has a plan for each decode rank"
 )
 
 
@@ -169,7 +169,7 @@ def send_slices(manager, item_lens, src_pages, dst_pages) -> None:
     manager.send_kvcache_slice(DECODE, *pages, 0, 1, 0x10, None)
 
 
-@only_since_0_5_20
+@only_since_0_5_18
 def test_decode_draft_that_gets_no_heads_does_not_limit_pages(sent):
     """The draft's pages are smaller, so the target's pages are not checked against its buffer."""
     manager = prefill_manager(Sizes((0x100, 0x40), ((0x80,),), (0x40,)))
@@ -177,7 +177,8 @@ def test_decode_draft_that_gets_no_heads_does_not_limit_pages(sent):
     assert len(sent) == 1
 
 
-@only_since_0_5_20
+@not_0_5_18("has no such state")
+@only_since_0_5_18
 def test_only_the_row_of_a_dsa_tail_is_checked_as_slot():
     from sglang.srt.disaggregation.base.conn import StateType
 
@@ -190,7 +191,7 @@ def test_only_the_row_of_a_dsa_tail_is_checked_as_slot():
         manager.check_state_slots(DECODE, manager._state_slots(asked))
 
 
-@only_since_0_5_20
+@only_since_0_5_18
 @pytest.mark.parametrize("src, dst, is_written", [(15, 15, True), (16, 15, False), (15, 16, False)])
 def test_head_slices_sent_by_the_engine_stay_within_bounds(sent, src, dst, is_written):
     """The second buffer ends where the memory ends; it has 16 pages of 16 bytes."""

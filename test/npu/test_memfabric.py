@@ -5,7 +5,7 @@ import functools
 from types import SimpleNamespace
 
 import pytest
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 
 pytestmark = pytest.mark.npu
 
@@ -22,7 +22,7 @@ MODELS = {
     "fia_large": {"fia": True, **LARGE},
 }
 # In later releases, metadata buffers can also hold sampling-mask tokens.
-METADATA = {"max_sampling_mask_tokens": 0} if SINCE_0_5_20 else {}
+METADATA = {"max_sampling_mask_tokens": 0} if SINCE_0_5_18 else {}
 REQUESTS = [
     ([3], [5], None),
     ([1, 2, 3, 4], [4, 5, 6, 7], None),

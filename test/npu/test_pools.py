@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 
 pytestmark = pytest.mark.npu
 
@@ -20,7 +20,7 @@ POOLS = {
 # Pools whose host copies use the patch set's memory. In later releases these are only pools whose
 # pages are tiles; the others use the engine's host copy, which is not pinned.
 OWN_MEMORY = [(kind, "1") for kind in ("mla", "mla_index_keys")]
-OWN_MEMORY += [] if SINCE_0_5_20 else [(kind, "0") for kind in POOLS]
+OWN_MEMORY += [] if SINCE_0_5_18 else [(kind, "0") for kind in POOLS]
 DEVICE_TO_HOST = 2  # ACL's number for that direction of a copy
 
 

@@ -1,7 +1,7 @@
 """A request that is aborted while decode interleaves its KV heads leaves nothing to others."""
 
 import pytest
-from engine_release import IS_DEFAULT
+from engine_release import SINCE_0_5_18
 from server_pairs import make_pair, wait_for_peers
 from serving_checks import outcome, running, server_load
 from serving_scenarios import NEW_TOKENS, TABLE
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.serving,
     pytest.mark.timeout(900),
     pytest.mark.nightly,
-    pytest.mark.skipif(not IS_DEFAULT, reason="0.5.9's decode keeps no prefixes"),
+    pytest.mark.skipif(not SINCE_0_5_18, reason="0.5.9's decode keeps no prefixes"),
     pytest.mark.skipif(device() != "cpu", reason="the pause is the CPU host's"),
 ]
 

@@ -34,8 +34,8 @@ pytestmark = [
 # or with other processes.
 AT_ONCE = 5  # seconds, for the next prompts
 PATIENCE = 60  # seconds, for the next prompts, to distinguish late answers from none
-# 0.5.9 may take minutes to answer; 0.5.23 never serves what it has not served by then.
-STOCK_PATIENCE = {"0.5.9": 400, "0.5.23": 30}
+# 0.5.9 may take minutes to answer; later releases never serve what they have not served by then.
+STOCK_PATIENCE = {"0.5.9": 400, "0.5.18": 30, "0.5.23": 30}
 # For a request whose client disconnects from one server before that server reads it.
 ENGINE_TIMEOUTS = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "15",
@@ -47,7 +47,7 @@ ENGINE_TIMEOUTS = {
 FREE_SECONDS = 10
 MAX_LOAD_FACTOR = 8.0  # for the clients' pace; a load peak would make them take half an hour
 SEEDS = 3
-PUSH_CASES = {"0.5.9": (), "0.5.23": ("nixl-tp1_pp2_to_tp1-both",)}
+PUSH_CASES = {"0.5.9": (), "0.5.18": (), "0.5.23": ("nixl-tp1_pp2_to_tp1-both",)}
 
 PP_2, PP_3, TP_2 = {"prefill_pp": 2}, {"prefill_pp": 3}, {"prefill_tp": 2}
 PP_2_TP_2, TP_2_TO_2 = {**PP_2, **TP_2}, {**TP_2, "decode_tp": 2}
@@ -83,17 +83,18 @@ FLEETS = [
 ]
 
 # (fleet, stock's outcome afterwards). With stages of unequal length stock's tokens are wrong; the
-# test is about how soon they come.
+# test is about how soon they come. A prefill server of 0.5.18 with stages may exit.
+LATER = [
+    (fleet("nixl", **PP_2), "http 500"),  # after the time-outs of ENGINE_TIMEOUTS
+    (fleet("nixl", "either", overlap=True, **TP_2_TO_2), "right"),
+    (fleet("mooncake", **PP_2), "wrong"),
+    (fleet("ascend", **PP_2), "right"),
+    (fleet("mooncake", **PP_2_TO_2), "hang"),
+]
 STOCK = {
     "0.5.9": [(fleet(backend, **PP_2), "wrong") for backend in ("nixl", "mooncake", "ascend")],
-    "0.5.23": [
-        (fleet("nixl", **PP_2), "http 500"),  # after the time-outs of ENGINE_TIMEOUTS
-        (fleet("nixl", "either", overlap=True, **TP_2_TO_2), "right"),
-        (fleet("mooncake", **PP_2), "wrong"),
-        (fleet("ascend", **PP_2), "right"),
-        (fleet("nixl", "either", **PP_2_TO_2), "hang"),
-        (fleet("mooncake", **PP_2_TO_2), "hang"),
-    ],
+    "0.5.18": LATER,
+    "0.5.23": LATER,
 }
 
 
@@ -131,18 +132,25 @@ def test_servers_recover_after_disconnects(fleet, seeds, reference):
 )
 def test_stock_after_disconnects(fleet, next_prompts, reference):
     patience = STOCK_PATIENCE[release()]
+    may_exit = release() == "0.5.18" and fleet.topology.prefill_pp > 1
     row = retry_memfabric_faults(
-        lambda: state_after_disconnects(fleet, "stock", [0], reference, patience)
+        lambda: state_after_disconnects(fleet, "stock", [0], reference, patience, may_exit)
     )
-    assert row["next_prompts"] == next_prompts, row
+    assert row["next_prompts"] == next_prompts or (may_exit and not row["alive"]), row
 
 
 def state_after_disconnects(
-    fleet: DisconnectCase, engine: str, seeds, reference, patience: float
+    fleet: DisconnectCase,
+    engine: str,
+    seeds,
+    reference,
+    patience: float,
+    may_exit: bool = False,
 ) -> dict:
     """Runs two hundred clients per seed; records and returns what they leave behind.
 
-    Fails with the log of a server that has exited, or whose MemFabric has lost memory of a peer.
+    Fails with the log of a server that has exited, unless one may, or whose MemFabric has lost
+    memory of a peer.
     """
     expected = reference(fleet.model, NEW_TOKENS)
     label = f"hang-up-{fleet.name}-{engine}"
@@ -167,8 +175,9 @@ def state_after_disconnects(
                 assert heads_moved_by(*servers[:2]) == wanted
         finally:
             record("hang_ups", **row)
-        for server in servers:
-            server.check_running()
+        if not may_exit:
+            for server in servers:
+                server.check_running()
     return row
 
 

@@ -2,7 +2,7 @@
 
 import httpx
 import pytest
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from fleet import install_library
 from server_pairs import ask_router, make_pair
 from serving_checks import NOT_JOINED, HangDetector
@@ -54,7 +54,7 @@ def test_tokens_over_each_memfabric(memfabric, name, reference):
 REFUSALS_PER_RESUME = {"1.1.6": 1, "1.3.0": 0}
 
 
-@pytest.mark.skipif(not SINCE_0_5_20, reason="0.5.9 registers nothing again after a pause")
+@pytest.mark.skipif(not SINCE_0_5_18, reason="0.5.9 registers nothing again after a pause")
 @pytest.mark.parametrize("memfabric", REFUSALS_PER_RESUME)
 def test_memory_release_and_resume(memfabric, reference):
     """After release and resume of KV memory, which MemFabric cannot unregister, all is right."""

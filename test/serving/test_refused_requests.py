@@ -1,8 +1,8 @@
 """A request that prefill refuses also fails on decode, at once and with prefill's reason."""
 
 import pytest
-from engine_release import SINCE_0_5_20, nightly_if_not_default
-from server_pairs import LOGS, ask_both, assert_freed
+from engine_release import SINCE_0_5_18, nightly_if_not_default
+from server_pairs import LOGS, ask_both, assert_freed, skip_if_unsupported
 from serving_checks import record
 from serving_scenarios import SEVEN_LAYERS, model_folder
 
@@ -21,7 +21,7 @@ REFUSED = {
     "too long for prefill's pool": ({"input_ids": list(range(1, 400))}, "maximum"),
     "with a priority": ({"input_ids": [1, 2, 3], "priority": 1}, "does not accept priorities"),
 }
-if not SINCE_0_5_20:  # 0.5.9's prefill accepts priorities, whatever its options say
+if not SINCE_0_5_18:  # 0.5.9's prefill accepts priorities, whatever its options say
     del REFUSED["with a priority"]
 FITS = {"input_ids": [5, 6, 7, 8]}
 SAMPLING = {"sampling_params": {"max_new_tokens": 2, "temperature": 0}}
@@ -29,8 +29,13 @@ SAMPLING = {"sampling_params": {"max_new_tokens": 2, "temperature": 0}}
 
 @pytest.fixture(params=BACKENDS)
 def servers(request):
-    """A prefill server with a small pool that refuses priorities, and a decode server."""
-    topology, logs = Topology(backend=request.param), LOGS / f"refused-{request.param}"
+    """A prefill server with a small pool that refuses priorities, and a decode server.
+
+    Over Mooncake prefill has two stages, each of which receives and refuses the request.
+    """
+    topology = Topology(backend=request.param, prefill_pp=2 if request.param == "mooncake" else 1)
+    skip_if_unsupported(topology, "patched")
+    logs = LOGS / f"refused-{request.param}"
     given = (topology, "patched", model_folder(SEVEN_LAYERS), logs, *free_ports(1))
     environment = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30"}
     prefill = cluster.prefill_server(*given, max_tokens=PREFILL_TOKENS)

@@ -225,7 +225,7 @@ def logprobs(model: TinyModel, prompt: list[int]) -> list[float]:
 
 
 @pytest.mark.skipif(
-    release() != "0.5.9", reason="0.5.23, stock too, lets them wait until a time-out of 300 s"
+    release() != "0.5.9", reason="later engines, stock too, let them wait for 300 s"
 )
 def test_parallel_sampling_is_refused(nixl, reference):
     """0.5.9 gives all samples one room and cannot serve them, so the client gets an error."""

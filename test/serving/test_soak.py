@@ -12,7 +12,12 @@ from serving_scenarios import FOUR_HEADS, NEW_TOKENS
 from pd_harness import cluster
 from pd_harness.cluster import Topology
 
-pytestmark = [pytest.mark.serving, pytest.mark.nightly, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.nightly,
+    pytest.mark.alone,
+    pytest.mark.timeout(1800),
+]
 
 # Each round sends all prompts, which together exceed prefill's radix cache.
 PROMPTS = 50

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import httpx
 import pytest
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_23
 from scheduler_dumps import dump_environment, raise_priority
 from server_pairs import LOGS, ask_both
 from serving_checks import record
@@ -23,7 +23,7 @@ MARKS = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(device() != "cpu", reason="three servers, on one machine's cores"),
 ]
-PATIENCE = 60 if SINCE_0_5_20 else 90  # seconds, for any answer
+PATIENCE = 60 if SINCE_0_5_23 else 90  # seconds, for any answer
 CHUNK = 64  # tokens of a prompt that are prefilled and sent at once
 SILENT = {"SGLANG_PD_SILENT_SECONDS": "5"}
 # Stock's decode uses the known rank addresses of a lost server, without a query, until heartbeats

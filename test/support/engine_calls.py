@@ -14,9 +14,10 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from pp_stages import run_stages  # noqa: F401 - a probe
 from sglang.srt.disaggregation import prefill as _before_the_managers  # noqa: F401
+from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.ascend.conn import AscendKVManager
 from sglang.srt.disaggregation.ascend.transfer_engine import AscendTransferEngine
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
@@ -77,6 +78,12 @@ POOLS = {
     "mla": functools.partial(mla_pool, False),
     "mla_index_keys": functools.partial(mla_pool, True),
 }
+
+
+def kv_buffer_infos(pool) -> tuple[list[int], list[int], list[int]]:
+    """Returns the pointers, bytes, and bytes per page of a pool's registered KV buffers."""
+    infos = getattr(utils, "get_kv_transfer_buf_infos", None)  # since 0.5.23
+    return pool.get_contiguous_buf_infos() if infos is None else infos(pool)
 
 
 def pages(buffers, page_size: int) -> list[list[int]]:
@@ -210,7 +217,7 @@ class RefusingEngine:
 
 def by_kind(numbers: list[int]) -> list:
     """Wraps the numbers for later releases, which have a list per kind of state."""
-    return [numbers] if SINCE_0_5_20 else numbers
+    return [numbers] if SINCE_0_5_18 else numbers
 
 
 def registration(

@@ -4,16 +4,26 @@ import pytest
 
 from pd_harness.releases import default_release, release
 
-SINCE_0_5_20 = release() != "0.5.9"  # from 0.5.20 on
+SINCE_0_5_18 = release() != "0.5.9"  # from 0.5.18 on
+IS_0_5_18 = release() == "0.5.18"
+SINCE_0_5_23 = SINCE_0_5_18 and not IS_0_5_18
 IS_DEFAULT = release() == default_release()
+# The module whose `Rank` is one of this release.
+RANK_MODULE = f"rank_{release().replace('.', '_')}"
 # Marks of tests that every run has in the default release, and only nightly runs in the others.
 NIGHTLY_IF_NOT_DEFAULT = [] if IS_DEFAULT else [pytest.mark.nightly]
 
 
+def not_0_5_18(why: str):
+    """Returns a mark for tests of what 0.5.18 lacks; `why` says what that is."""
+    return pytest.mark.skipif(IS_0_5_18, reason=f"0.5.18 {why}")
+
+
 def without_extension_frames(registration: list[bytes]) -> list[bytes]:
     """Returns a registration message without the frames that stock does not send."""
-    if SINCE_0_5_20:
-        return [frame for frame in registration if frame[:4] not in (b"KVL1", b"KVS1")]
+    if SINCE_0_5_18:
+        ours = (b"KVL1", b"KVS1", b"PD_R")
+        return [frame for frame in registration if frame[:4] not in ours]
     return registration[:-2]
 
 
@@ -22,7 +32,7 @@ def slow_memfabric_marks(case: str, decode: str = "stock") -> list:
 
     Stock 0.5.9 works only with a MemFabric whose ranks take half a minute to find each other.
     """
-    is_slow = case.partition("-")[0] == "ascend" and decode == "stock" and not SINCE_0_5_20
+    is_slow = case.partition("-")[0] == "ascend" and decode == "stock" and not SINCE_0_5_18
     return [pytest.mark.nightly] if is_slow else []
 
 

@@ -19,7 +19,9 @@ import sglang.srt.disaggregation.common.conn as common
 import sglang.srt.disaggregation.mooncake.conn as mooncake
 import sglang.srt.disaggregation.nixl.conn as nixl
 import torch
+from engine_release import IS_0_5_18
 from null_transfer import NullAgent
+from rank_faults import nixl_agent
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
@@ -35,6 +37,9 @@ from sglang.srt.disaggregation.pd.unit_exchange import UNITS
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
 
+if IS_0_5_18:
+    import fakes_0_5_18
+
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 BACKENDS = ("mooncake", "nixl")
 PATCHED = {"mooncake": mooncake.MooncakeKVManager, "nixl": nixl.NixlKVManager}
@@ -47,6 +52,8 @@ ROWS, SLOTS = (64,) * 10, 16
 BASE = {PREFILL: 1 << 32, DECODE: 1 << 40}
 PEER = {"mooncake": "127.0.0.1:7000", "nixl": "peer"}
 ENDPOINT = ("127.0.0.1", 5555)
+ADDRESS = "127.0.0.1:8998"  # of prefill's bootstrap server
+NOTICE = ("7_kv_0_1_0",) if IS_0_5_18 else ()  # for decode, which 0.5.18's NIXL sends with KV
 BUFFER, STATE = 1 << 26, 1 << 36  # address distance of two buffers, and of KV and state
 # Of `gqa_layout`: KV heads, tokens per page, pages per buffer, and bytes of a head.
 GQA_HEADS, GQA_PAGE, GQA_PAGES = 4, 4, 16
@@ -65,10 +72,14 @@ def published_config():
             (mooncake, "get_memory", plain),
             (mooncake, "get_spec", SimpleNamespace(speculative_algorithm=None)),
         ):
-            stack.enter_context(mock.patch.object(module, name, lambda values=values: values))
-        widths = {"num_dp_ranks": 1, "enable_dsa_cache_layer_split": False}
-        widths["enable_kv_cache_sharding"] = False
-        stack.enter_context(get_parallel().override(**widths))
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, lambda values=values: values))
+        if IS_0_5_18:
+            stack.enter_context(fakes_0_5_18.parallel_config())
+        else:
+            widths = {"num_dp_ranks": 1, "enable_dsa_cache_layer_split": False}
+            widths["enable_kv_cache_sharding"] = False
+            stack.enter_context(get_parallel().override(**widths))
         yield
 
 
@@ -208,8 +219,9 @@ def move_bytes(prefill) -> None:
     if backend_of(prefill) == "mooncake":
         prefill.engine.batch_transfer_sync = write
     else:
-        prefill.agent.transfer = lambda handle: (posted.append(handle), "PROC")[1]
-        prefill.agent.check_xfer_state = check
+        agent = nixl_agent(prefill)
+        agent.transfer = lambda handle: (posted.append(handle), "PROC")[1]
+        agent.check_xfer_state = check
 
 
 class FakeNixlAgent(NullAgent):
@@ -220,6 +232,10 @@ class FakeNixlAgent(NullAgent):
         self.is_failing = False
         self.memory_of_peer = ("VRAM", "DRAM")
         self.transfers: list = []
+        self.notifications: list[bytes] = []
+
+    def send_notif(self, peer: str, notification: bytes) -> None:
+        self.notifications.append(notification)
 
     def remove_remote_agent(self, name: str) -> None:
         self.peers.remove(name)
@@ -229,10 +245,12 @@ class FakeNixlAgent(NullAgent):
             raise RuntimeError("NIXL_ERR_NOT_FOUND")
         return runs, memory
 
-    def make_prepped_xfer(self, _, ours, src, theirs, dst):
-        return self.initialize_xfer("", self._chosen(ours, src), self._chosen(theirs, dst), "")
+    def make_prepped_xfer(self, _, ours, src, theirs, dst, notification=b""):
+        sides = (self._chosen(ours, src), self._chosen(theirs, dst))
+        return self.initialize_xfer("", *sides, "", notification)
 
-    def initialize_xfer(self, _, ours, theirs, peer: str):
+    def initialize_xfer(self, _, ours, theirs, peer: str, notification=b""):
+        self.notifications += [notification] if notification else []
         (src, _), (dst, _) = ours, theirs
         assert src[:, 1].tolist() == dst[:, 1].tolist()
         return list(zip(src[:, 0].tolist(), dst[:, 0].tolist(), src[:, 1].tolist()))
@@ -244,11 +262,10 @@ class FakeNixlAgent(NullAgent):
     @staticmethod
     def _chosen(listed, numbers):
         runs, memory = listed
-        blocks = [
-            (address + n * stride, length, device)
-            for address, length, device, stride, count in runs.tolist()
-            for n in range(count)
-        ]
+        blocks = []
+        for address, length, device, *run in runs.tolist():
+            stride, count = run or (0, 1)  # 0.5.18's engine lists block by block
+            blocks += [(address + n * stride, length, device) for n in range(count)]
         return np.array([blocks[n] for n in numbers], dtype=np.uint64).reshape(-1, 3), memory
 
 
@@ -285,6 +302,8 @@ def make_manager(backend: str, layout: RankLayout, role=PREFILL, kinds=None, **m
     }
     for name, value in made.items():
         setattr(manager, name, value)
+    if IS_0_5_18:
+        fakes_0_5_18.complete(manager, backend)
     manager.notified = []
     manager.watch_peer = manager.note_peer_alive = lambda *peer: None  # no sockets
     manager.is_silent = lambda rank: False
@@ -309,7 +328,7 @@ def decode_rank(backend: str, layout: RankLayout | None = None, number: int = 0,
     decode = make_manager(backend, layout or mla_layout(), DECODE, **more)
     decode.rank_port += number
     if number and backend == "nixl":
-        decode.agent.name += str(number)
+        nixl_agent(decode).name += str(number)
     elif number:
         decode.engine.session = f"127.0.0.1:{7000 + number}"
     return decode
@@ -416,6 +435,9 @@ _BACKEND_ATTRIBUTES = {"mooncake": _mooncake_attributes, "nixl": _nixl_attribute
 
 def registration_message(decode, is_described: bool = True) -> list[bytes]:
     """Returns this decode rank's registration; a stock rank's if not `is_described`."""
+    if IS_0_5_18:
+        kind = RECEIVERS[backend_of(decode)]
+        return fakes_0_5_18.registration_message(decode, kind, is_described)
     message = decode.build_receiver_registration_message()
     return [frame for frame in message if is_described or not is_extension_frame(frame)]
 
@@ -424,8 +446,32 @@ def metadata_message(decode, room: int, pages=range(4), **more) -> list[bytes]:
     """Returns the message with which this decode rank requests a room's pages from prefill."""
     asked = {"required_dst_info_num": 1, "aux_index": 0, "state_indices": None}
     asked |= {"decode_prefix_len": None, "is_dummy": False, **more}
+    if IS_0_5_18:
+        kind = RECEIVERS[backend_of(decode)]
+        return fakes_0_5_18.metadata_message(decode, kind, room, pages, **asked)
     return decode.build_receiver_metadata_message(
         bootstrap_room=room, kv_indices=np.array(pages, np.int32), **asked
+    )
+
+
+def status_message(prefill, room: int, status: KVPoll, reason: str) -> list[bytes]:
+    """Returns the message with which this prefill rank tells decode how a room ended."""
+    if IS_0_5_18:
+        prefill.status_readers.add(ENDPOINT)
+    prefill.send_kv_status_message(
+        targets=[ENDPOINT], bootstrap_room=room, status=status, failure_reason=reason
+    )
+    ((_, frames),) = prefill.notified
+    return frames
+
+
+def apply_failure(decode, room: int, rank: int, reason: str) -> None:
+    """Lets a decode rank note that a room has failed on this prefill rank."""
+    if IS_0_5_18:
+        decode.apply_status(room, KVPoll.Failed, rank, reason)
+        return
+    decode.apply_prefill_status(
+        bootstrap_room=room, status=KVPoll.Failed, prefill_rank=rank, failure_reason=reason
     )
 
 
@@ -447,8 +493,9 @@ START_METHODS = {
     ("mooncake", PREFILL): "start_prefill_thread",
     ("mooncake", DECODE): "start_decode_thread",
     ("nixl", PREFILL): "_start_bootstrap_thread",
-    ("nixl", DECODE): "_start_decode_listener_thread",
+    ("nixl", DECODE): "_read_messages" if IS_0_5_18 else "_start_decode_listener_thread",
 }
+STAGING_START_METHOD = "_start_decode_staging_thread"  # of 0.5.18's NIXL on decode
 
 
 def process_messages(manager, *messages: list[bytes]) -> None:
@@ -459,6 +506,8 @@ def process_messages(manager, *messages: list[bytes]) -> None:
     """
     manager.server_socket = FakeSocket(messages)
     start = START_METHODS[backend_of(manager), manager.disaggregation_mode]
+    if start == "_read_messages" and manager.enable_staging:
+        start = STAGING_START_METHOD
     with (
         mock.patch.object(threading.Thread, "start", threading.Thread.run),
         contextlib.suppress(EndOfMessages),
@@ -473,7 +522,16 @@ def register(prefill, decode, is_described: bool = True) -> None:
 
 def send_metadata(prefill, decode, room: int, **more) -> None:
     """Lets prefill read a decode rank's request for a room."""
+    if IS_0_5_18:
+        fakes_0_5_18.note_reader(prefill, decode)
     process_messages(prefill, metadata_message(decode, room, **more))
+
+
+def new_sender(prefill, room: int, kind: type | None = None):
+    """Makes the sender of a prefill request; of the backend's class by default."""
+    kind = kind or SENDERS[backend_of(prefill)]
+    more = {"dest_tp_ranks": [0], "pp_rank": 0} if IS_0_5_18 else {}
+    return kind(prefill, ADDRESS, room, **more)
 
 
 def request_rooms(prefill, decode, *rooms: int, is_described: bool = True, **more) -> None:
@@ -490,7 +548,10 @@ def add_chunk(
     """Queues a chunk of a room: its pages, of which the first is the request's page `start`."""
     numbers = np.array(pages, np.int32)
     where = slice(start, start + len(numbers))
-    prefill.add_transfer_request(room, numbers, where, is_last, **{"aux_index": 0, **more})
+    more = {"aux_index": 0, **more}
+    if IS_0_5_18 and backend_of(prefill) == "nixl":
+        more.setdefault("chunk_id", 0)
+    prefill.add_transfer_request(room, numbers, where, is_last, **more)
 
 
 class UntilEmpty:
@@ -500,7 +561,9 @@ class UntilEmpty:
         self.queue = queue
 
     def get(self):
-        if not len(self.queue):
+        if not _queued_in(self.queue):
+            self.queue.put(None)
+            self.queue.get()  # a worker has ended its chunk once it asks for the next one
             raise EndOfMessages
         return self.queue.get()
 
@@ -518,8 +581,10 @@ def run_worker(prefill) -> None:
 def run_mooncake_worker(prefill) -> None:
     """Runs a transfer worker until its server stops; raises what would crash its thread."""
     (queue,) = prefill.transfer_queues
-    queue.put(None)
-    with ThreadPoolExecutor(1) as executor:
+    with ThreadPoolExecutor(1) as executor, contextlib.suppress(EndOfMessages):
+        if IS_0_5_18:  # whose workers never end
+            prefill.transfer_worker(UntilEmpty(queue), executor)
+        queue.put(None)
         prefill.transfer_worker(queue, executor)
     assert not queued_chunks(prefill)
 
@@ -534,6 +599,8 @@ def finish_failed(side) -> str:
     try:
         side.failure_exception()
     except common.KVTransferError as error:
+        if IS_0_5_18:
+            side.clear()  # NIXL's receivers leave it to the scheduler
         return error.failure_reason
     raise AssertionError("the request raises no failure")
 
@@ -541,6 +608,10 @@ def finish_failed(side) -> str:
 def queued_chunks(prefill) -> int:
     """Counts the chunks in the transfer queue."""
     (queue,) = set(prefill.transfer_queues)
+    return _queued_in(queue)
+
+
+def _queued_in(queue) -> int:
     return len(queue._buf) if isinstance(queue, FastQueue) else len(queue)
 
 
@@ -552,6 +623,20 @@ def registered_peer(prefill):
     """Returns the registration of this prefill rank's only decode rank."""
     (info,) = prefill.decode_kv_args_table.values()
     return info
+
+
+def send_nixl_pages(prefill, own, theirs):
+    """Starts to write these pages of KV to a NIXL rank's only peer; returns NIXL's handle."""
+    pointers = registered_peer(prefill).dst_kv_ptrs
+    return prefill.send_kvcache(PEER["nixl"], own, pointers, theirs, 0, *NOTICE)
+
+
+def send_nixl_state(prefill, own, theirs) -> list:
+    """Starts to write these pages of each kind of state; returns NIXL's handles."""
+    info = registered_peer(prefill)
+    more = {"dst_state_item_lens": info.dst_state_item_lens, "decode_tp_rank": 0}
+    where = (own, info.dst_state_data_ptrs, theirs)
+    return list(prefill.maybe_send_extra(PEER["nixl"], *where, 0, *NOTICE, 1, **more))
 
 
 def prealloc_queue(decode):
@@ -585,5 +670,6 @@ def sent_units(manager) -> list[list[bytes]]:
 def sent_statuses(manager) -> list[tuple[int, int, str]]:
     """Returns (room, status, reason) of each status message that was sent to decode."""
     sent = [frames for _, frames in manager.notified if frames[0] != UNITS]
-    parsed = (manager.parse_kv_status_message(frames) for frames in sent)
+    parse = fakes_0_5_18.parse_status if IS_0_5_18 else manager.parse_kv_status_message
+    parsed = map(parse, sent)
     return [(room, status, reason) for room, status, _, reason in parsed]

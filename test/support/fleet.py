@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-from engine_release import SINCE_0_5_20
+from engine_release import IS_0_5_18, RANK_MODULE
 
 from pd_harness import forks
 from pd_harness.cluster import CHECKOUT, PD_ENV, interpreter
@@ -29,12 +29,16 @@ from pd_harness.polling import wait_until
 from pd_harness.ports import HOST, free_ports
 
 HERE = Path(__file__).resolve().parent
-RANK = "rank_0_5_23.py" if SINCE_0_5_20 else "rank_0_5_9.py"
+RANK = f"{RANK_MODULE}.py"
 # Per machine. MemFabric rejects higher device numbers, and senders to such a device hang.
 MAX_DEVICES = 16
 NIXL_PATH_VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH")  # where a process finds NIXL
 WORST_FIRST = ("died", "raised", "failed", "hang", "no metadata", "wrong")  # states of a request
 CPU_HOST = {**ENVIRONMENT, "SGLANG_HOST_IP": HOST}
+# How long decode keeps the pages of a failed request to which prefill may still write; only then
+# has the request failed. The default is 30 s. Later releases keep pages of aborted requests only.
+HELD_SECONDS = 4 if IS_0_5_18 else 0
+HELD = {"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": str(HELD_SECONDS)}
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class Fleet:
             MEMFABRIC: memfabric,
             "ASCEND_MF_STORE_URL": f"tcp://{HOST}:{store_port}",
             "ASCEND_USE_FIA": str(common["fia"]),
+            **(HELD if HELD_SECONDS else {}),
             **side.environment,
         }
         return [

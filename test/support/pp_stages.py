@@ -23,12 +23,17 @@ STATES = {"failed": KVPoll.Failed, "ready": KVPoll.WaitingForInput, "done": KVPo
 
 
 class Poller:
-    """Stands in for a sender or receiver; like the engine's, it never leaves a final state."""
+    """Stands in for a sender or receiver; like the engine's, it never leaves a final state.
+
+    Args:
+        held: At how many polls, once it has failed, its pages may still be written to; of interest
+            on 0.5.18 only.
+    """
 
     bootstrap_room = 0
 
-    def __init__(self, state: int):
-        self.state = state
+    def __init__(self, state: int, held: int = 0):
+        self.state, self.held = state, held
         self.is_over = self.aborted_by_engine = False
         self.reason = ""
         self.kv_mgr = self  # which records the reason
@@ -46,6 +51,13 @@ class Poller:
 
     def init(self, *args) -> None:
         """Does nothing, because no KV is sent."""
+
+    def pop_decode_prefix_len(self) -> int:
+        return 0
+
+    def is_held(self) -> bool:
+        self.held -= 1
+        return self.held >= 0
 
     def abort(self) -> None:
         self.state = KVPoll.Failed
@@ -74,7 +86,7 @@ class Request(SimpleNamespace):
             return_logprob=False,
             finished_reason=None,
             to_finish=None,
-            time_stats=SimpleNamespace(),
+            time_stats=mock.Mock(),
             add_latency=lambda stage: None,
             **more,
         )
@@ -83,17 +95,18 @@ class Request(SimpleNamespace):
 class Stage(SchedulerPPMixin):
     """A stage's scheduler, reduced to what the exchange between stages needs."""
 
-    def __init__(self, number: int, rids: list[str], slots: int):
+    def __init__(self, number: int, rids: list[str], slots: int, held: int = 0):
         self.pp_group = SimpleNamespace(is_first_rank=number == 0)
         self.attn_tp_cpu_group = self.attn_cp_cpu_group = dist.group.WORLD
         self.waiting_queue = []
         self.enable_metrics = self.enable_hicache_storage = False
         self.enable_decode_hicache = self.enable_hisparse = False
         self.metrics_reporter = SimpleNamespace(enable_metrics=False)
+        self.server_args = SimpleNamespace(disaggregation_transfer_backend="nixl")
         self.stream_output = lambda reqs, return_logprob: None
         self.output_streamer = SimpleNamespace(stream_output=self.stream_output)
         self.previous_output = None
-        self.pollers = {}
+        self.pollers, self.held = {}, held
         self.free = ReqToMetadataIdxAllocator(slots)
         self._make_queues(rids)
 
@@ -114,10 +127,24 @@ class PrefillStage(Stage):
             token_to_kv_pool=SimpleNamespace(page_size=1),
             scheduler=self,
             tp_rank=0,
+            pp_size=2,  # more than one, as 0.5.18 asks
         )
+        self.token_to_kv_pool_allocator = queue.token_to_kv_pool
+        self.server_args.optimistic_prefill_attempts = 0
         for rid in rids:
             self.pollers[rid] = Poller(KVPoll.Bootstrapping)
-            queue.queue.append(Request(rid, disagg_kv_sender=self.pollers[rid]))
+            queue.queue.append(
+                Request(
+                    rid,
+                    disagg_kv_sender=self.pollers[rid],
+                    metadata_buffer_index=-1,
+                    pending_bootstrap=True,
+                    prefill_attempt_count=0,
+                )
+            )
+
+    def handle_bootstrap_failure(self, req: Request) -> None:
+        """Does nothing, because 0.5.18's scheduler only frees the request's memory."""
 
     def propose(self):
         return self._pp_pd_get_bootstrapped_ids()
@@ -152,7 +179,7 @@ class TransferStage(Stage):
         )
         queue._commit_transfer_to_req = self._commit
         for rid in rids:
-            self.pollers[rid] = Poller(KVPoll.WaitingForInput)
+            self.pollers[rid] = Poller(KVPoll.WaitingForInput, self.held)
             queue.queue.append(
                 DecodeRequest(
                     Request(rid), self.pollers[rid], metadata_buffer_index=self.free.alloc()
@@ -194,6 +221,7 @@ def run_stages(
     rounds: int,
     slots: int = 8,
     lag: int = 0,
+    held: int = 0,
 ) -> list:
     """Runs the stages; returns [accepted requests, queued requests] of each one.
 
@@ -208,11 +236,12 @@ def run_stages(
             of the request gets that state; for `metadata`, the request's metadata arrives, which
             else has arrived from the start.
         slots: Metadata slots of each stage.
+        held: At how many polls a decode stage holds a request that has failed there.
     """
     make = {"bootstrap": PrefillStage, "transfer": TransferStage}[kind]
     with mock.patch.object(decode_module, "release_kv_cache", mock.Mock()):
         group()
-        fleet = [make(number, rids, slots) for number in range(stages)]
+        fleet = [make(number, rids, slots, held) for number in range(stages)]
         for _, stage, rid, state in events:
             if state == "metadata":
                 fleet[stage].rooms[rids.index(rid)] = 0

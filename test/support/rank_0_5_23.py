@@ -1,20 +1,17 @@
-"""One prefill or decode rank of a release from 0.5.20 on; `rank_0_5_9` is for 0.5.9.
+"""One prefill or decode rank of 0.5.23; other releases have their own modules.
 
-In these releases a rank reads its TP and PP rank and its configuration from the engine's runtime
-context.
+A rank reads its TP and PP rank and its configuration from the engine's runtime context.
 """
 
 import contextlib
 import json
-import weakref
 from types import SimpleNamespace
 
-import numpy as np
 import rank_process
 import torch.distributed as dist
-from rank_base import POLL_INTERVAL, RankBase, failure
-from rank_contents import AUX_SLOTS, decode_slot
+from rank_base import POLL_INTERVAL, failure
 from rank_deferred_releases import DeferredReleases
+from rank_since_0_5_18 import DEFERRED_SECONDS, LaterRank, server_args
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import KVClassType
 from sglang.srt.managers.disagg_service import start_disagg_service
@@ -24,11 +21,9 @@ from sglang.srt.server_args import ServerArgs
 from pd_harness.polling import wait_until
 from pd_harness.ports import HOST
 
-DEFERRED_SECONDS = 40  # longer than the engine defers the release of pages
 
-
-class Rank(RankBase):
-    """A rank of a release from 0.5.20 on."""
+class Rank(LaterRank):
+    """A rank of 0.5.23."""
 
     # Without `_deferred_ack_poisoned_rooms`, in which a room that failed in mid-transfer stays
     # until its id is reused.
@@ -44,47 +39,13 @@ class Rank(RankBase):
         c = self.config
         world_rank = c.pp_rank * c.tp_size + c.tp_rank
         self.server_args = published(vars(c), SpawnRanks(world_rank=world_rank, gpu_id=c.gpu_id))
-        self.slots = weakref.WeakKeyDictionary()  # metadata slot of each receiver
         get_parallel().override_permanently(pp_group=Stages(c))
-
-    def _queue_attributes(self) -> dict:
-        return {"enable_staging": False}
 
     def _scheduler_attributes(self) -> dict:
         return {"server_args": self.server_args, "rust_server": None, "enable_hisparse": False}
 
     def _sender(self, room: int):
         return self._class(KVClassType.SENDER)(self.manager, self.bootstrap_address, room)
-
-    def _receiver(self, room: int):
-        address, known = self.bootstrap_address, self.manager.try_ensure_parallel_info
-        receiver = self._class(KVClassType.RECEIVER)(self.manager, address, room)
-        if wait_until(lambda: known(address), self.PREFILL_SECONDS, self.PREFILL_POLL_SECONDS):
-            receiver.init(0)
-        else:
-            receiver.abort()
-        return receiver
-
-    def _send_metadata(self, receiver, pages, slot, state) -> None:
-        if receiver.poll() != KVPoll.WaitingForInput:
-            return  # the engine allocates nothing for it
-        self.slots[receiver] = slot
-        self.aux.clear_slot(slot)
-        receiver.send_metadata(np.array(pages, dtype=np.int32), slot, state)
-
-    def _poll(self, poller) -> int:
-        """Polls; on decode, success also requires that the metadata has arrived."""
-        state = super()._poll(poller)
-        slot = self.slots.get(poller)
-        if state == KVPoll.Success and slot is not None and not self.aux.bootstrap_room[slot, 0]:
-            return KVPoll.Transferring
-        return state
-
-    def _await(self, poller, seconds, leave_at=None):
-        end = super()._await(poller, seconds, leave_at)
-        if end["state"] == "hang" and poller in self.slots and poller.poll() == KVPoll.Success:
-            return {"state": "no metadata"}
-        return end
 
     def _failed(self, poller) -> dict:
         """Returns a failed room's end; on decode, waits until its pages are released."""
@@ -106,7 +67,7 @@ class Rank(RankBase):
         receiver._connect_to_bootstrap_server = lambda info: (sock, contextlib.nullcontext())
         receiver._send_abort_notification()
         receiver._register_kv_args()
-        receiver.send_metadata(np.array(pages, dtype=np.int32), decode_slot(room), None)
+        self._metadata_message(receiver, room, pages)
         receiver._send_abort_notification()
         self.manager.clear_deferred_abort_state(room)
         receiver.clear()
@@ -120,37 +81,13 @@ class Rank(RankBase):
             manager.send_kv_status_message(
                 targets=[(HOST, 0)], bootstrap_room=room, status=status, failure_reason=reason
             )
-        if hasattr(manager, "arrived_units"):
-            from sglang.srt.disaggregation.pd.unit_exchange import units_message
-
-            sent.append(units_message(room, 0, 2, [(0, 3), (3, 4)]))
-        if hasattr(manager, "send_aux_tcp"):
-            session, info = next(iter(manager.decode_kv_args_table.items()))
-            peer = SimpleNamespace(
-                room=room,
-                endpoint=HOST,
-                dst_port=0,
-                mooncake_session_id=session,
-                dst_aux_index=decode_slot(room),
-            )
-            manager.send_aux_tcp(peer, room % AUX_SLOTS, info.dst_aux_ptrs)
+        self._send_further_messages(room, sent)
         del manager._send_multipart_locked
         return sent
-
-    def _drop_room(self, room: int) -> None:
-        for name in self.ROOM_TABLES:
-            if (table := self._table(name)) is not None:
-                table.pop(room, None)
-        if self.is_prefill:
-            self.manager.failures.rooms_without_sender.pop(room, None)
 
     def _table(self, name):
         table = super()._table(name)
         return getattr(table, "_local_map", table)  # pipeline stages share some tables
-
-    def _state(self, room, pages):
-        state = super()._state(room, pages)
-        return None if state is None else [state]  # one kind of state
 
 
 class Stages:
@@ -170,17 +107,7 @@ class Stages:
 
 def published(config: dict, ranks: SpawnRanks | None = None) -> ServerArgs:
     """Publishes this process's configuration, as a server does, and returns it."""
-    args = ServerArgs(
-        model_path="dummy",
-        host=HOST,
-        device=config["device"],
-        tp_size=config["tp_size"],
-        pp_size=config["pp_size"],
-        page_size=config["page_size"],
-        disaggregation_mode=config["role"],
-        disaggregation_transfer_backend=config["backend"],
-        disaggregation_bootstrap_port=config["bootstrap_port"],
-    )
+    args = server_args(config)
     publish(args, role="scheduler", ranks=ranks)
     return args
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from rank_attacks import ATTACKS, flood
 from rank_contents import AUX_SLOTS, KVContents, MetadataRows, decode_slot
 from rank_corruptions import TransferCorruptions
@@ -494,7 +494,7 @@ class RankBase(PackingCommands):
         """Returns [address, bytes] of each buffer that prefill may write to."""
         args = self.manager.kv_args
         state_ptrs, state_lens = args.state_data_ptrs, args.state_data_lens
-        if SINCE_0_5_20:  # a list per kind of state
+        if SINCE_0_5_18:  # a list per kind of state
             state_ptrs, state_lens = sum(state_ptrs, []), sum(state_lens, [])
         ptrs = [*args.kv_data_ptrs, *args.aux_data_ptrs, *state_ptrs]
         lens = [*args.kv_data_lens, *args.aux_data_lens, *state_lens]

@@ -59,7 +59,7 @@ class TransferCorruptions:
                 if known is not None:
                     prepared, *lists = known
                     manager.prepared[peer] = (_CorruptedPreparedPlan(prepared, self), *lists)
-            self._write, manager._post_planned = manager._post_planned, self._write_blocks
+            self._write, manager.write_pages = manager.write_pages, self._write_blocks
 
     def _corrupt_digests(self, *args) -> bytes:
         return b"junk!" if self.what == "junk digests" else self._digests(*args)
@@ -88,12 +88,13 @@ class TransferCorruptions:
         if self.what == "parts swapped":
             rows[slots] = rows[slots].roll(one.widths[0], dims=1)
 
-    def _write_blocks(self, peer, plan, what, src_pages, dst_pages):
+    def _write_blocks(self, peer, what, src_pages, dst_pages):
         """Writes blocks; posts copies of parts of pages one by one, as blocks are whole pages."""
         if what == "kv" and self.what in ("heads", "last token"):
+            plan = self._manager.plan_for(peer)
             copies = plan.kv.copies(src_pages, dst_pages)
             return self._manager._post_copies(peer, plan, copies)
-        return self._write(peer, plan, what, src_pages, dst_pages)
+        return self._write(peer, what, src_pages, dst_pages)
 
     def pages(self, src_pages, dst_pages):
         """Returns a request's source and destination pages, corrupted if `what` says so."""

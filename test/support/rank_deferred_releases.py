@@ -1,4 +1,4 @@
-"""Deferred release of an aborted request's pages until prefill has stopped writing (0.5.20+)."""
+"""Deferred release of an aborted request's pages until prefill has stopped writing (0.5.23)."""
 
 import contextlib
 from types import SimpleNamespace

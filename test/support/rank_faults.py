@@ -44,10 +44,9 @@ class TransferFaults:
         self._late = []
         self._sends_state = False
         if hasattr(manager, "agent"):
-            self._is_done = manager.agent.check_xfer_state
-            self._transfer = manager.agent.transfer
-            manager.agent.transfer = self._start_nixl
-            manager.agent.check_xfer_state = self._check_nixl
+            agent = nixl_agent(manager)
+            self._is_done, self._transfer = agent.check_xfer_state, agent.transfer
+            agent.transfer, agent.check_xfer_state = self._start_nixl, self._check_nixl
         else:
             self._transfer = manager.engine.batch_transfer_sync
             manager.engine.batch_transfer_sync = self._run_mooncake
@@ -136,6 +135,12 @@ class TransferFaults:
         if how == "late exception":
             raise RuntimeError(INJECTED_ERROR)
         return "ERR" if how else self._is_done(handle)
+
+
+def nixl_agent(manager):
+    """Returns the manager's NIXL agent, which the patch set wraps for 0.5.18."""
+    agent = manager.agent
+    return agent.agent if hasattr(agent, "manager") else agent
 
 
 def fail_next_registration(manager, what: str) -> None:

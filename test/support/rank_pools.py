@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.hardware_backend.npu.memory_pool_npu import (
     NPUMHATokenToKVPool,
@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-if SINCE_0_5_20:
+if SINCE_0_5_18:
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool as SparseKVPool
 else:
     from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool as SparseKVPool
@@ -37,7 +37,7 @@ STATE_SIZE = {"mamba": 4, "conv": 0}
 def pool_layers(c: SimpleNamespace) -> range:
     """Returns the stage's layers; with sliding windows, 0.5.9 adds the next stage's first one."""
     stop = c.start_layer + c.layers
-    more = c.hybrid == "swa" and not SINCE_0_5_20
+    more = c.hybrid == "swa" and not SINCE_0_5_18
     return range(c.start_layer, min(stop + more, c.model_layers))
 
 
@@ -98,7 +98,7 @@ def _hybrid_pool(c: SimpleNamespace, layers: range, heads: int, window_heads: in
         "head_dim": c.k_width,
         "full_attention_layer_ids": full,
     }
-    if not SINCE_0_5_20:
+    if not SINCE_0_5_18:
         common["enable_kvcache_transpose"] = False
     if c.hybrid == "swa":
         common |= {"size_swa": common["size"], "swa_head_num": window_heads}
@@ -114,7 +114,7 @@ def _hybrid_pool(c: SimpleNamespace, layers: range, heads: int, window_heads: in
     )
     params = Mamba2CacheParams(shape=shape, layers=special)
     slots = {"size": MAMBA_SLOTS, "spec_state_size": 0, "cache_params": params, "device": c.device}
-    if SINCE_0_5_20:
+    if SINCE_0_5_18:
         slots["mamba_layer_ids"] = special
         common["start_layer"] = layers.start
     return HybridLinearKVPool(mamba_pool=MambaPool(**slots), **common)

@@ -14,13 +14,13 @@ import numpy as np
 import rank_process
 import requests
 import zmq
-from engine_release import SINCE_0_5_20
+from engine_release import RANK_MODULE
 from null_transfer import use_null_transfer
 from rank_base import failure
 from rank_contents import AUX_SLOTS
 from sglang.srt.disaggregation.base import KVPoll
 
-release = importlib.import_module("rank_0_5_23" if SINCE_0_5_20 else "rank_0_5_9")
+release = importlib.import_module(RANK_MODULE)
 
 # The loop below runs in every rank of one machine; its own time is left out of all figures.
 POLL_SECONDS = 0.05

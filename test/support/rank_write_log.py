@@ -1,6 +1,7 @@
 """Records where a prefill rank writes, according to its transfer engine."""
 
 import numpy as np
+from rank_faults import nixl_agent
 
 
 class WriteLog:
@@ -10,7 +11,7 @@ class WriteLog:
         self._done = []
         self._under_way = {}
         if hasattr(manager, "agent"):
-            agent = manager.agent
+            agent = nixl_agent(manager)
             self._initialize, self._is_done = agent.initialize_xfer, agent.check_xfer_state
             agent.initialize_xfer, agent.check_xfer_state = self._begin_nixl, self._check_nixl
         else:

@@ -122,8 +122,9 @@ class Unsupported:
     reason: str
 
 
-RELEASES = ("0.5.9", "0.5.23")
+RELEASES = ("0.5.9", "0.5.18", "0.5.23")  # columns of a scenario's outcomes
 NO_STAGING = Unsupported("0.5.9 has no staging buffers")
+NO_CPU_STAGING = Unsupported("0.5.18 has staging buffers on GPUs only")
 NO_PREFIXES = Unsupported("0.5.9's decode keeps no prefixes")
 
 
@@ -248,74 +249,100 @@ PREFIXES = {"decode_prefixes": True}
 PREFIXES_16 = {**PREFIXES, "page_size": 16}
 
 TABLE = [
-    nixl("tp2_to_1", FOUR_HEADS, "hang", "right", prefill_tp=2, page_size=16),
-    nixl("tp4_to_1_replicated", TWO_HEADS, "hang", "right", prefill_tp=4),
-    nixl("tp1_to_4_replicated", TWO_HEADS, "dead", "right", decode_tp=4),
-    nixl("tp2_to_4_replicated", TWO_HEADS, "dead", "right", **TP_2_TO_4, page_size=16),
-    nixl("tp2_to_4_one_head", ONE_HEAD, "dead", "hang", **TP_2_TO_4),
-    nixl("pp2_tp2_to_1", SEVEN_LAYERS, "hang", "wrong", prefill_tp=2, prefill_pp=2),
-    nixl("pp2_odd_layers", SEVEN_LAYERS, "wrong", "hang", prefill_pp=2),
-    nixl("tp1_to_1", FOUR_HEADS, "right", "right", page_size=16),
-    nixl("tp2_to_2", FOUR_HEADS, "right", "right", **TP_2_TO_2),
-    nixl("tp1_to_2", FOUR_HEADS, "right", "right", decode_tp=2, page_size=128),
-    nixl("pp2_even_layers", FOUR_HEADS, "right", "hang", prefill_pp=2, page_size=16),
+    nixl("tp2_to_1", FOUR_HEADS, "hang", "right", "right", prefill_tp=2, page_size=16),
+    nixl("tp4_to_1_replicated", TWO_HEADS, "hang", "right", "right", prefill_tp=4),
+    nixl("tp1_to_4_replicated", TWO_HEADS, "dead", "right", "right", decode_tp=4),
+    nixl("tp2_to_4_replicated", TWO_HEADS, "dead", "right", "right", **TP_2_TO_4, page_size=16),
+    nixl("tp2_to_4_one_head", ONE_HEAD, "dead", "hang", "hang", **TP_2_TO_4),
+    nixl("pp2_tp2_to_1", SEVEN_LAYERS, "hang", "wrong", "wrong", prefill_tp=2, prefill_pp=2),
+    nixl("pp2_odd_layers", SEVEN_LAYERS, "wrong", "hang", "hang", prefill_pp=2),
+    nixl("tp1_to_1", FOUR_HEADS, "right", "right", "right", page_size=16),
+    nixl("tp2_to_2", FOUR_HEADS, "right", "right", "right", **TP_2_TO_2),
+    nixl("tp1_to_2", FOUR_HEADS, "right", "right", "right", decode_tp=2, page_size=128),
+    nixl("pp2_even_layers", FOUR_HEADS, "right", "hang", "hang", prefill_pp=2, page_size=16),
     # Clients request logprobs, of which decode's last stage has none at first.
-    nixl("dp2_to_dp2", FIVE_LAYERS, "right", "right", **DP_2, **TO_DP_2),
-    nixl("tp4_dp2_to_1", FIVE_LAYERS, "hang", "right", prefill_tp=4, prefill_dp=2),
-    nixl("pp2_to_dp2", FIVE_LAYERS, "wrong", "hang", prefill_pp=2, **TO_DP_2),
-    nixl("pp2_to_pp2", FIVE_LAYERS, "dead", "right", prefill_pp=2, decode_pp=2),
-    mooncake("tp1_to_1", FOUR_HEADS, "right", "right", page_size=16),
-    mooncake("tp2_to_1", FOUR_HEADS, "right", "right", prefill_tp=2),
-    mooncake("tp1_to_2", FOUR_HEADS, "right", "right", decode_tp=2, page_size=16),
-    mooncake("tp4_to_1_replicated", TWO_HEADS, "wrong", "right", prefill_tp=4),
-    mooncake("tp1_to_4_replicated", TWO_HEADS, "hang", "right", decode_tp=4),
-    mooncake("tp2_to_4_replicated", TWO_HEADS, "hang", "right", **TP_2_TO_4),
-    mooncake("tp2_to_4_one_head", ONE_HEAD, "hang", "right", **TP_2_TO_4),
-    mooncake("pp2_tp2_to_1", SEVEN_LAYERS, "wrong", "wrong", prefill_tp=2, prefill_pp=2),
-    mooncake("pp2_odd_layers", SEVEN_LAYERS, "wrong", "wrong", prefill_pp=2),
-    mooncake("pp2_even_layers", FOUR_HEADS, "right", "right", prefill_pp=2, page_size=16),
-    ascend("mla_pp1", SEVEN_LAYERS_MLA, "right", "right"),
-    ascend("mla_pp2", SEVEN_LAYERS_MLA, "wrong", "right", prefill_pp=2),
-    ascend("mla_pp3", SEVEN_LAYERS_MLA, "wrong", "right", prefill_pp=3),
-    ascend("mla_pp2_tp2_to_2", SEVEN_LAYERS_MLA, "wrong", "right", prefill_pp=2, **TP_2_TO_2),
-    ascend("mla_pp2_tp2_to_1", SEVEN_LAYERS_MLA, "wrong", "right", prefill_tp=2, prefill_pp=2),
-    ascend("mla_dp2_to_dp2", SEVEN_LAYERS_MLA, "right", "right", **DP_2, **TO_DP_2),
-    ascend("mla_tp1_to_dp2", SEVEN_LAYERS_MLA, "right", "right", **TO_DP_2),
-    ascend("mla_dp2_to_tp1", SEVEN_LAYERS_MLA, "right", "right", **DP_2),
-    ascend("mla_pp2_to_dp2", SEVEN_LAYERS_MLA, "wrong", "right", prefill_pp=2, **TO_DP_2),
-    ascend("mla_pp2_dp2_to_dp2", SEVEN_LAYERS_MLA, "wrong", "right", **PP_2_DP_2),
-    ascend("gqa_tp2_to_1", FOUR_HEADS, "right", "right", prefill_tp=2),
-    ascend("gqa_pp2_odd_layers", FIVE_LAYERS, "wrong", "wrong", prefill_pp=2),
-    ascend("fia", FOUR_HEADS, "wrong", "right", fia=True),
-    ascend("fia_pp2_odd_layers", FIVE_LAYERS, "wrong", "wrong", fia=True, prefill_pp=2),
-    ascend("fia_tp2_to_1", FOUR_HEADS, "wrong", "right", fia=True, prefill_tp=2),
-    ascend("mla_retract", SEVEN_LAYERS_MLA, "dead", "right", retract=True),
-    ascend("mla_pp2_retract", SEVEN_LAYERS_MLA, "dead", "right", retract=True, prefill_pp=2),
-    ascend("gqa_retract", FOUR_HEADS, "dead", "right", retract=True),
-    ascend("gqa_tp2_to_1_retract", FOUR_HEADS, "dead", "right", prefill_tp=2, retract=True),
-    ascend("fia_retract", FOUR_HEADS, "wrong", "right", fia=True, retract=True),
-    ascend("mla_pp2_to_pp2_retract", SEVEN_LAYERS_MLA, "dead", "right", **RETRACT_PP_2),
-    full_pool("mla", SEVEN_LAYERS_MLA, "dead", "right"),
-    full_pool("gqa", FOUR_HEADS, "dead", "right"),
-    full_pool("mla_npu_pages", SEVEN_LAYERS_MLA, "dead", "right", page_size=NPU_PAGE_SIZE),
-    full_pool("mla_pp2", SEVEN_LAYERS_MLA, "dead", "right", prefill_pp=2),
-    incompatible(nixl("pages_16_to_32", FOUR_HEADS, "dead", "dead", **PAGES_16_TO_32)),
-    incompatible(mooncake("pages_16_to_32", FOUR_HEADS, "dead", "dead", **PAGES_16_TO_32)),
-    incompatible(nixl("tp3_to_2", SIX_HEADS, "hang", "hang", prefill_tp=3, decode_tp=2)),
-    with_stray_message(nixl("stray_hello", FOUR_HEADS, "hang", "hang"), b"hello"),
-    with_stray_message(mooncake("stray_bytes", FOUR_HEADS, "hang", "hang"), b"\xff\xfe"),
-    mooncake("staging_tp2_to_1", FOUR_HEADS, NO_STAGING, "right", prefill_tp=2, staging=True),
-    nixl("staging_tp2_to_1", FOUR_HEADS, NO_STAGING, "right", prefill_tp=2, staging=True),
-    with_prefixes(nixl("prefixes", FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES_16)),
-    with_prefixes(mooncake("prefixes", FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES_16)),
+    nixl("dp2_to_dp2", FIVE_LAYERS, "right", "right", "right", **DP_2, **TO_DP_2),
+    nixl("tp4_dp2_to_1", FIVE_LAYERS, "hang", "right", "right", prefill_tp=4, prefill_dp=2),
+    nixl("pp2_to_dp2", FIVE_LAYERS, "wrong", "hang", "hang", prefill_pp=2, **TO_DP_2),
+    nixl("pp2_to_pp2", FIVE_LAYERS, "dead", "right", "right", prefill_pp=2, decode_pp=2),
+    mooncake("tp1_to_1", FOUR_HEADS, "right", "right", "right", page_size=16),
+    mooncake("tp2_to_1", FOUR_HEADS, "right", "right", "right", prefill_tp=2),
+    mooncake("tp1_to_2", FOUR_HEADS, "right", "right", "right", decode_tp=2, page_size=16),
+    mooncake("tp4_to_1_replicated", TWO_HEADS, "wrong", "right", "right", prefill_tp=4),
+    mooncake("tp1_to_4_replicated", TWO_HEADS, "hang", "right", "right", decode_tp=4),
+    mooncake("tp2_to_4_replicated", TWO_HEADS, "hang", "right", "right", **TP_2_TO_4),
+    mooncake("tp2_to_4_one_head", ONE_HEAD, "hang", "right", "right", **TP_2_TO_4),
+    mooncake("pp2_tp2_to_1", SEVEN_LAYERS, "wrong", "wrong", "wrong", prefill_tp=2, prefill_pp=2),
+    mooncake("pp2_odd_layers", SEVEN_LAYERS, "wrong", "wrong", "wrong", prefill_pp=2),
+    mooncake("pp2_even_layers", FOUR_HEADS, "right", "right", "right", prefill_pp=2, page_size=16),
+    ascend("mla_pp1", SEVEN_LAYERS_MLA, "right", "right", "right"),
+    ascend("mla_pp2", SEVEN_LAYERS_MLA, "wrong", "right", "right", prefill_pp=2),
+    ascend("mla_pp3", SEVEN_LAYERS_MLA, "wrong", "right", "right", prefill_pp=3),
+    ascend(
+        "mla_pp2_tp2_to_2", SEVEN_LAYERS_MLA, "wrong", "right", "right", prefill_pp=2, **TP_2_TO_2
+    ),
+    ascend(
+        "mla_pp2_tp2_to_1", SEVEN_LAYERS_MLA, "wrong", "right", "right", prefill_tp=2, prefill_pp=2
+    ),
+    ascend("mla_dp2_to_dp2", SEVEN_LAYERS_MLA, "right", "right", "right", **DP_2, **TO_DP_2),
+    ascend("mla_tp1_to_dp2", SEVEN_LAYERS_MLA, "right", "right", "right", **TO_DP_2),
+    ascend("mla_dp2_to_tp1", SEVEN_LAYERS_MLA, "right", "right", "right", **DP_2),
+    ascend("mla_pp2_to_dp2", SEVEN_LAYERS_MLA, "wrong", "right", "right", prefill_pp=2, **TO_DP_2),
+    ascend("mla_pp2_dp2_to_dp2", SEVEN_LAYERS_MLA, "wrong", "right", "right", **PP_2_DP_2),
+    ascend("gqa_tp2_to_1", FOUR_HEADS, "right", "right", "right", prefill_tp=2),
+    ascend("gqa_pp2_odd_layers", FIVE_LAYERS, "wrong", "wrong", "wrong", prefill_pp=2),
+    ascend("fia", FOUR_HEADS, "wrong", "right", "right", fia=True),
+    ascend("fia_pp2_odd_layers", FIVE_LAYERS, "wrong", "wrong", "wrong", fia=True, prefill_pp=2),
+    ascend("fia_tp2_to_1", FOUR_HEADS, "wrong", "right", "right", fia=True, prefill_tp=2),
+    ascend("mla_retract", SEVEN_LAYERS_MLA, "dead", "right", "right", retract=True),
+    ascend(
+        "mla_pp2_retract", SEVEN_LAYERS_MLA, "dead", "right", "right", retract=True, prefill_pp=2
+    ),
+    ascend("gqa_retract", FOUR_HEADS, "dead", "right", "right", retract=True),
+    ascend(
+        "gqa_tp2_to_1_retract", FOUR_HEADS, "dead", "right", "right", prefill_tp=2, retract=True
+    ),
+    ascend("fia_retract", FOUR_HEADS, "wrong", "right", "right", fia=True, retract=True),
+    ascend("mla_pp2_to_pp2_retract", SEVEN_LAYERS_MLA, "dead", "right", "right", **RETRACT_PP_2),
+    full_pool("mla", SEVEN_LAYERS_MLA, "dead", "right", "right"),
+    full_pool("gqa", FOUR_HEADS, "dead", "right", "right"),
+    full_pool("mla_npu_pages", SEVEN_LAYERS_MLA, "dead", "right", "right", page_size=NPU_PAGE_SIZE),
+    full_pool("mla_pp2", SEVEN_LAYERS_MLA, "dead", "right", "right", prefill_pp=2),
+    incompatible(nixl("pages_16_to_32", FOUR_HEADS, "dead", "dead", "dead", **PAGES_16_TO_32)),
+    incompatible(mooncake("pages_16_to_32", FOUR_HEADS, "dead", "dead", "dead", **PAGES_16_TO_32)),
+    incompatible(nixl("tp3_to_2", SIX_HEADS, "hang", "hang", "hang", prefill_tp=3, decode_tp=2)),
+    with_stray_message(nixl("stray_hello", FOUR_HEADS, "hang", "hang", "hang"), b"hello"),
+    with_stray_message(mooncake("stray_bytes", FOUR_HEADS, "hang", "hang", "hang"), b"\xff\xfe"),
+    mooncake(
+        "staging_tp2_to_1",
+        FOUR_HEADS,
+        NO_STAGING,
+        NO_CPU_STAGING,
+        "right",
+        prefill_tp=2,
+        staging=True,
+    ),
+    nixl(
+        "staging_tp2_to_1",
+        FOUR_HEADS,
+        NO_STAGING,
+        NO_CPU_STAGING,
+        "right",
+        prefill_tp=2,
+        staging=True,
+    ),
+    with_prefixes(nixl("prefixes", FOUR_HEADS, NO_PREFIXES, "right", "right", **PREFIXES_16)),
+    with_prefixes(mooncake("prefixes", FOUR_HEADS, NO_PREFIXES, "right", "right", **PREFIXES_16)),
     *(
-        with_prefixes(nixl(name, FOUR_HEADS, NO_PREFIXES, "right", **PREFIXES_16, **sizes))
+        with_prefixes(nixl(name, FOUR_HEADS, NO_PREFIXES, "right", "right", **PREFIXES_16, **sizes))
         for name, sizes in (
             ("prefixes_tp2_to_1", {"prefill_tp": 2}),
             ("prefixes_tp1_to_2", {"decode_tp": 2}),
         )
     ),
-    with_prefixes(ascend("mla_prefixes", SEVEN_LAYERS_MLA, NO_PREFIXES, "right", **PREFIXES)),
+    with_prefixes(
+        ascend("mla_prefixes", SEVEN_LAYERS_MLA, NO_PREFIXES, "right", "right", **PREFIXES)
+    ),
 ]
 SCENARIOS = [scenario for scenario in TABLE if not scenario.unsupported_reason]
 
@@ -331,8 +358,8 @@ MIXED = [
     if scenario.stock == "right" and scenario.topology.backend in ("nixl", "ascend")
 ]
 
-# Scenarios that run without --nightly, by release and test. Those that 0.5.9's "patched" omits are
-# in test_shared_fleet.py, or differ from a listed one in a single property.
+# Scenarios that run without --nightly, by release and test. Those that 0.5.9's and 0.5.18's
+# "patched" omit are in test_shared_fleet.py, or differ from a listed one in a single property.
 PUSH_CASES = {
     "0.5.9": {
         "stock": {"nixl-tp2_to_1", "mooncake-pp2_odd_layers", "ascend-mla_pp2"},
@@ -343,6 +370,11 @@ PUSH_CASES = {
             "ascend-fia_retract",
         },
         "mixed": {"nixl-tp1_to_2"},
+    },
+    "0.5.18": {
+        "stock": {"nixl-pp2_even_layers"},
+        "patched": {"nixl-pp2_odd_layers", "nixl-tp2_to_4_one_head", "ascend-fia_retract"},
+        "mixed": set(),
     },
     "0.5.23": {
         "stock": {"nixl-pp2_even_layers", "mooncake-pp2_odd_layers"},
@@ -370,7 +402,7 @@ LLAMA = TinyLlama(layers=4, later_weight=0.1)
 DRAFTED_MLA = TinyMLA(layers=4, later_weight=0.1)
 PREFILL, DECODE = ("prefill",), ("decode",)
 SIDES = PREFILL + DECODE
-NO_STAGES = Unsupported("0.5.9 does not speculate in pipeline stages")
+NO_STAGES = Unsupported("0.5.9 and 0.5.18 do not speculate in pipeline stages")
 
 
 def llama(
@@ -385,19 +417,19 @@ def deepseek(name: str, sides, *outcomes: str | Unsupported, **sizes) -> Scenari
 
 
 DRAFT_SCENARIOS = [
-    llama("both", SIDES, "right", "right", page_size=16),
-    llama("both_tp2_to_1", SIDES, "hang", "right", prefill_tp=2),
-    llama("both", SIDES, "right", "right", backend="mooncake", page_size=16),
-    llama("both_tp2_to_1", SIDES, "right", "right", backend="mooncake", prefill_tp=2),
-    llama("both_tp1_to_2", SIDES, "right", "right", backend="mooncake", decode_tp=2),
-    llama("both_pp2", SIDES, NO_STAGES, "hang", prefill_pp=2, page_size=16),
-    llama("decode_alone", DECODE, "right", "right"),
-    llama("decode_alone_pp2", DECODE, "right", "hang", prefill_pp=2, page_size=16),
-    llama("prefill_alone", PREFILL, "dead", "hang"),
-    deepseek("both", SIDES, "right", "right"),
-    deepseek("both_tp2_to_1", SIDES, "right", "right", prefill_tp=2),
-    deepseek("both_pp2", SIDES, NO_STAGES, "right", prefill_pp=2),
-    deepseek("decode_alone", DECODE, "right", "right"),
-    deepseek("decode_alone_pp2", DECODE, "wrong", "right", prefill_pp=2),
+    llama("both", SIDES, "right", "right", "right", page_size=16),
+    llama("both_tp2_to_1", SIDES, "hang", "right", "right", prefill_tp=2),
+    llama("both", SIDES, "right", "right", "right", backend="mooncake", page_size=16),
+    llama("both_tp2_to_1", SIDES, "right", "right", "right", backend="mooncake", prefill_tp=2),
+    llama("both_tp1_to_2", SIDES, "right", "right", "right", backend="mooncake", decode_tp=2),
+    llama("both_pp2", SIDES, NO_STAGES, NO_STAGES, "hang", prefill_pp=2, page_size=16),
+    llama("decode_alone", DECODE, "right", "right", "right"),
+    llama("decode_alone_pp2", DECODE, "right", "hang", "hang", prefill_pp=2, page_size=16),
+    llama("prefill_alone", PREFILL, "dead", "hang", "hang"),
+    deepseek("both", SIDES, "right", "right", "right"),
+    deepseek("both_tp2_to_1", SIDES, "right", "right", "right", prefill_tp=2),
+    deepseek("both_pp2", SIDES, NO_STAGES, NO_STAGES, "right", prefill_pp=2),
+    deepseek("decode_alone", DECODE, "right", "right", "right"),
+    deepseek("decode_alone_pp2", DECODE, "wrong", "right", "right", prefill_pp=2),
 ]
-DRAFT_PUSH_CASES = set() if release() == "0.5.9" else {"nixl-decode_alone_pp2"}
+DRAFT_PUSH_CASES = {"nixl-decode_alone_pp2"} if release() == "0.5.23" else set()

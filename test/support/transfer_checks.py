@@ -3,8 +3,8 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engine_release import NIGHTLY_IF_NOT_DEFAULT, SINCE_0_5_20
-from fleet import Fleet, Outcome, Rank, Servers, Side
+from engine_release import IS_0_5_18, NIGHTLY_IF_NOT_DEFAULT, SINCE_0_5_18
+from fleet import HELD_SECONDS, Fleet, Outcome, Rank, Servers, Side
 
 from pd_harness.polling import is_in_time, wait_until
 from pd_harness.ports import free_ports
@@ -25,6 +25,9 @@ HEARTBEAT = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
 }
 HANG_SECONDS = 3  # managers alone answer in less than 0.1 s
+# Of so many cases every run has one in a release other than the default. What 0.5.18 has of its
+# own is little; the rest is 0.5.23's.
+SAMPLED_CASES = 3 if IS_0_5_18 else 2
 JOINS = 50
 JOIN_SECONDS = 120
 # (pages on prefill, pages on decode, chunks): one page, a run, scattered, scattered in chunks
@@ -38,7 +41,7 @@ REQUESTS = [
 
 def only_0_5_9(why: str):
     """Returns a mark for tests of 0.5.9 only; `why` says why later releases do not need them."""
-    return pytest.mark.skipif(SINCE_0_5_20, reason=f"0.5.9 alone: {why}")
+    return pytest.mark.skipif(SINCE_0_5_18, reason=f"0.5.9 alone: {why}")
 
 
 def nightly_except(cases, *always) -> list:
@@ -48,10 +51,12 @@ def nightly_except(cases, *always) -> list:
 
 
 def sampled_for_other_releases(cases, more_marks=lambda case: []) -> list:
-    """Returns the cases as parameters, every second one nightly on non-default releases."""
-    marks = [[], NIGHTLY_IF_NOT_DEFAULT]
+    """Returns the cases as parameters; other releases have one of `SAMPLED_CASES` by day."""
     return [
-        pytest.param(case, marks=[*marks[at % 2], *more_marks(case)])
+        pytest.param(
+            case,
+            marks=[*(NIGHTLY_IF_NOT_DEFAULT if at % SAMPLED_CASES else []), *more_marks(case)],
+        )
         for at, case in enumerate(cases)
     ]
 
@@ -131,7 +136,7 @@ def assert_eventually(measure, wanted, seconds: float = SETTLE_SECONDS) -> None:
 
 def assert_recovers(servers: Servers, pages=PAGES) -> None:
     """Asserts that the next request is served; in later releases, once prefill's probe succeeds."""
-    if SINCE_0_5_20:
+    if SINCE_0_5_18:
         assert wait_until(
             lambda: servers.request(*pages).state == "right", SETTLE_SECONDS, PROBE_SECONDS
         )
@@ -139,10 +144,13 @@ def assert_recovers(servers: Servers, pages=PAGES) -> None:
 
 
 def assert_failed(outcome: Outcome, said: str, within: float = FAILURE_SECONDS) -> None:
-    """Asserts that all ranks failed within `within` seconds, each side with `said` as reason."""
-    for side in (outcome.prefill, outcome.decode):
+    """Asserts that all ranks failed within `within` seconds, each side with `said` as reason.
+
+    Decode may keep pages for `HELD_SECONDS` longer.
+    """
+    for side, limit in ((outcome.prefill, within), (outcome.decode, within + HELD_SECONDS)):
         assert {answer["state"] for answer in side} == {"failed"}, outcome
-        assert is_in_time(max(answer["seconds"] for answer in side), within), outcome
+        assert is_in_time(max(answer["seconds"] for answer in side), limit), outcome
         assert any(said in answer["reason"] for answer in side), outcome
 
 

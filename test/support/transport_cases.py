@@ -2,8 +2,10 @@
 
 import dataclasses
 
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from fleet import Fleet, Side
+
+from pd_harness.releases import release
 
 
 def tp(prefill, decode, heads=4, **more):
@@ -117,41 +119,41 @@ ASCEND = {
 # Outcomes of writes outside of a buffer: MemFabric accepts them, and other memory changes, or the
 # process crashes.
 CORRUPTED = ("wrong", "died", "raised")
-# Outcomes of the same requests on the stock engines of 0.5.9 and 0.5.23, with K and V of one width;
-# None where it was not tried. On 0.5.23 prefill's registration thread crashes over NIXL with
-# pipeline stages of GQA, with more ranks than heads on both sides, and with a draft model on
-# prefill only.
+# Outcomes of the same requests on the stock engines of 0.5.9, 0.5.18 and 0.5.23, with K and V of
+# one width; None where it was not tried. In the two later releases prefill's registration thread
+# crashes over NIXL with pipeline stages of GQA (in 0.5.18 of MLA, too), with more ranks than heads
+# on both sides, and with a draft model on prefill only.
 STOCK_OUTCOMES = {
-    "nixl-tp1_to_1": ("right", "right"),
-    "nixl-tp1_to_2": ("right", None),
-    "nixl-pp2": ("right", "hang"),
-    "nixl-tp2_to_1": ("hang", "right"),
-    "nixl-tp4_to_1_replicated_on_prefill": ("hang", None),
-    "nixl-tp1_to_4_replicated_on_decode": ("raised", "right"),
-    "nixl-tp2_to_8_replicated_on_decode": ("raised", "right"),
-    "nixl-tp2_to_4_one_head": (None, "hang"),
-    "nixl-pp2_odd": ("wrong", "hang"),
-    "nixl-pp2_tp2_to_1": ("hang", "wrong"),
-    "nixl-pp2_even_tp2_to_1": (None, "right"),
-    "nixl-mla_pp2_odd": (None, "right"),
-    "nixl-draft_on_prefill": (None, "hang"),
-    "mooncake-tp2_to_1": ("right", "right"),
-    "mooncake-tp2_to_4_one_head": (None, "right"),
-    "mooncake-pp2": (None, "right"),
-    "mooncake-pp2_odd": ("wrong", "wrong"),
-    "ascend-mla": ("right", "right"),
-    "ascend-mla_index_keys": ("right", "right"),
-    "ascend-tp2_to_1": ("right", "right"),
-    "ascend-mla_30_31": ("wrong", "right"),
-    "ascend-mla_2_2_3": ("wrong", None),
-    "ascend-mla_index_keys_2_2_3": ("wrong", "right"),
-    "ascend-mla_draft_on_both": ("wrong", "right"),
-    "ascend-mla_draft_on_prefill": (None, CORRUPTED),
-    "ascend-mla_draft_unequal": (None, "wrong"),
-    "ascend-pp2_odd": ("wrong", "wrong"),
-    "ascend-fia": ("wrong", "right"),
-    "ascend-fia_pp2_odd": ("wrong", "wrong"),
-    "ascend-fia_tp2_to_1": ("wrong", "right"),
+    "nixl-tp1_to_1": ("right", "right", "right"),
+    "nixl-tp1_to_2": ("right", None, None),
+    "nixl-pp2": ("right", "hang", "hang"),
+    "nixl-tp2_to_1": ("hang", "right", "right"),
+    "nixl-tp4_to_1_replicated_on_prefill": ("hang", None, None),
+    "nixl-tp1_to_4_replicated_on_decode": ("raised", "right", "right"),
+    "nixl-tp2_to_8_replicated_on_decode": ("raised", "right", "right"),
+    "nixl-tp2_to_4_one_head": (None, "hang", "hang"),
+    "nixl-pp2_odd": ("wrong", "hang", "hang"),
+    "nixl-pp2_tp2_to_1": ("hang", "wrong", "wrong"),
+    "nixl-pp2_even_tp2_to_1": (None, "right", "right"),
+    "nixl-mla_pp2_odd": ("right", "hang", "right"),
+    "nixl-draft_on_prefill": (None, "hang", "hang"),
+    "mooncake-tp2_to_1": ("right", "right", "right"),
+    "mooncake-tp2_to_4_one_head": (None, "right", "right"),
+    "mooncake-pp2": (None, "right", "right"),
+    "mooncake-pp2_odd": ("wrong", "wrong", "wrong"),
+    "ascend-mla": ("right", "right", "right"),
+    "ascend-mla_index_keys": ("right", "right", "right"),
+    "ascend-tp2_to_1": ("right", "right", "right"),
+    "ascend-mla_30_31": ("wrong", "right", "right"),
+    "ascend-mla_2_2_3": ("wrong", None, None),
+    "ascend-mla_index_keys_2_2_3": ("wrong", "right", "right"),
+    "ascend-mla_draft_on_both": ("wrong", "wrong", "right"),
+    "ascend-mla_draft_on_prefill": (None, None, CORRUPTED),
+    "ascend-mla_draft_unequal": (None, None, "wrong"),
+    "ascend-pp2_odd": ("wrong", "wrong", "wrong"),
+    "ascend-fia": ("wrong", "right", "right"),
+    "ascend-fia_pp2_odd": ("wrong", "wrong", "wrong"),
+    "ascend-fia_tp2_to_1": ("wrong", "right", "right"),
 }
 # Fleets of these cases; stock's draft needs no stages to fail.
 STOCK_FLEETS = {
@@ -173,7 +175,7 @@ def stock_cases(column: int) -> dict[str, tuple]:
     return found
 
 
-STOCK_0_5_9, STOCK_0_5_23 = stock_cases(0), stock_cases(1)
-STOCK = STOCK_0_5_23 if SINCE_0_5_20 else STOCK_0_5_9
+STOCK_0_5_9, STOCK_0_5_18, STOCK_0_5_23 = map(stock_cases, range(3))
+STOCK = {"0.5.9": STOCK_0_5_9, "0.5.18": STOCK_0_5_18, "0.5.23": STOCK_0_5_23}[release()]
 # A fleet in which stock assumes V as wide as K, and the outcome if memory ends behind V.
-STOCK_NARROWER_V = (HEADS["tp2_to_1"], "hang") if SINCE_0_5_20 else (HEADS["tp1_to_1"], "raised")
+STOCK_NARROWER_V = (HEADS["tp2_to_1"], "hang") if SINCE_0_5_18 else (HEADS["tp1_to_1"], "raised")

@@ -48,8 +48,9 @@ def test_docs_contain_commands():
 
 
 @pytest.fixture
-def run_documented(toy, call, monkeypatch):
+def run_documented(toy, call, monkeypatch, tmp_path):
     """A function that runs a command on a toy with NIXL and Ascend; returns code and output."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(toy.site / "cann"))
     write(toy.site / "cann/compiler/version.info", "Version=8.5.0\n")
     for name in ("torch", "torch_npu", "nixl", "memfabric_hybrid"):

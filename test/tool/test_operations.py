@@ -8,10 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from toy import ENGINE, TREE, VERSION, Toy, snapshot, start_forked, wait_forked, write
+from toy import (
+    ENGINE,
+    TREE,
+    VERSION,
+    Toy,
+    commit_all,
+    git,
+    snapshot,
+    start_forked,
+    wait_forked,
+    write,
+)
 
 from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.install import dist_record, operations, transaction
+from sglang_pd.patchset import patches
 
 POOL, CONN = ENGINE["srt/pool.py"], ENGINE["srt/net/conn.py"]
 
@@ -92,6 +104,67 @@ def test_apply_and_revert_in_source_checkout(toy, tmp_path):
     assert snapshot(checkout) == before
 
 
+@pytest.fixture
+def moved_checkout(toy, tmp_path):
+    """A checkout that was moved to another tag, `two`, after `apply` at the first one."""
+    checkout = tmp_path / "checkout"
+    moved = toy.as_checkout(checkout)
+    git(checkout, "tag", "one")
+    for name, text in (("pool", f"{POOL}MORE = 1\n"), ("net/conn", f"{CONN}MORE = 1\n")):
+        write(moved.root / f"srt/{name}.py", text)
+    commit_all(checkout)
+    git(checkout, "tag", "two")
+    git(checkout, "checkout", "-q", "one")
+    moved.apply()
+    git(checkout, "checkout", "-q", "--force", "two")
+    write(moved.root / "theirs.py", "THEIRS = 1\n")
+    return moved
+
+
+def git_status(toy) -> list[str]:
+    return git(toy.root, "status", "--porcelain", "-uall").splitlines()
+
+
+def test_revert_after_a_checkout_has_moved(moved_checkout):
+    """Only what `apply` had added is left of it, and goes."""
+    status = moved_checkout.status()
+    assert (status.state, status.edited, status.drifts) == ("absent", [], [])
+    assert "moved to another revision" in status.notes[0]
+    assert len(git_status(moved_checkout)) == 4
+    assert moved_checkout.revert() == transaction.REPLACED
+    assert git_status(moved_checkout) == ["?? python/sglang/theirs.py"]
+    assert not (moved_checkout.root / transaction.STATE_FOLDER).exists()
+    assert not moved_checkout.revert()
+
+
+def test_apply_after_a_checkout_has_moved(moved_checkout):
+    moved_checkout.apply()
+    status = moved_checkout.status()
+    assert (status.state, status.notes) == ("applied", [])
+    assert (moved_checkout.root / "srt/net/conn.py").read_text().endswith("MORE = 1\n")
+    assert moved_checkout.revert() == transaction.RESTORED
+    assert git_status(moved_checkout) == ["?? python/sglang/theirs.py"]
+
+
+def test_file_of_the_other_tag_in_place_of_an_added_one_remains(moved_checkout):
+    theirs = moved_checkout.root / "srt/net/plan.py"
+    write(theirs, "THEIRS = 1\n")
+    moved_checkout.assert_refused(Toy.apply, ExitCode.DRIFTED, "the engine has this file")
+    assert moved_checkout.revert() == transaction.REPLACED
+    assert theirs.read_text() == "THEIRS = 1\n"
+
+
+def test_checkout_is_restored_by_git_where_a_file_is_edited(moved_checkout):
+    """As the refusal advises."""
+    git(moved_checkout.root, "checkout", "-q", "--force", "one")
+    moved_checkout.apply()
+    write(moved_checkout.root / "srt/pool.py", "mine")
+    moved_checkout.assert_refused(Toy.revert, ExitCode.EDITED, "`git checkout --force`")
+    git(moved_checkout.root, "checkout", "--force")
+    assert moved_checkout.revert()
+    assert git_status(moved_checkout) == ["?? python/sglang/theirs.py"]
+
+
 def test_record_file_lists_all_files(toy):
     before = dist_record.read(toy.dist_record.read_bytes())
     toy.apply()
@@ -101,7 +174,7 @@ def test_record_file_lists_all_files(toy):
     state = {name for name in added if name.startswith("sglang/.sglang_pd/")}
     assert added == new | state
     there = {str(p.relative_to(toy.site)) for p in toy.root.rglob("*") if p.is_file()}
-    assert there <= set(after)
+    assert there - set(after) == {"sglang/.sglang_pd/journal.json"}  # which survives an upgrade
     for name in new | {"sglang/srt/pool.py", "sglang/srt/net/conn.py"}:
         assert not dist_record.has_other_hash(
             toy.dist_record.read_bytes(), name, (toy.site / name).read_bytes()
@@ -215,6 +288,34 @@ def test_patches_applied_by_git_are_recognized(toy):
 def test_patch_set_without_matching_fingerprints_is_refused(toy, path, ours, differing):
     write(toy.trees / "sglang" / path, ours)
     toy.assert_refused(Toy.apply, ExitCode.PATCH_SET, differing, "sglang_pd.dev.fingerprints")
+
+
+# Source folders that releases share
+
+
+def test_releases_share_a_folder_and_replace_files_of_it(toy):
+    """The shared folder is no release; a release's own folder, which comes later, wins."""
+    shared, later = "releases/from_9.9/sglang", f"releases/{VERSION}/sglang"
+    (toy.trees / "sglang/srt/net/plan.py").unlink()
+    write(toy.trees / shared / "srt/net/plan.py", "PLAN = 2\n")
+    (toy.releases / "8.8").mkdir()
+    for version, trees in (("8.8", ["sglang", shared]), (VERSION, ["sglang", shared, later])):
+        write(toy.releases / version / "release.toml", f"trees = {trees}\n")
+    write(toy.trees / later / "srt/net/plan.py", "PLAN = 3\n")
+    plans = {
+        version: patches.load_release(version, toy.releases, toy.trees, False).tree
+        for version in patches.supported_releases(toy.releases)
+    }
+    assert {version: tree["srt/net/plan.py"] for version, tree in plans.items()} == {
+        "8.8": b"PLAN = 2\n",
+        VERSION: b"PLAN = 3\n",
+    }
+    assert set(plans["8.8"]) == set(plans[VERSION])
+    toy.make_fingerprints()
+    toy.apply()
+    assert (toy.root / "srt/net/plan.py").read_text() == "PLAN = 3\n"
+    assert toy.revert()
+    assert not (toy.root / "srt/net/plan.py").exists()
 
 
 # Permissions and other processes
@@ -361,5 +462,9 @@ def test_diff_makes_the_same_changes_as_apply(toy, tmp_path):
 def test_state_folder_contains_journal_and_backups(toy):
     toy.apply()
     folder = toy.root / transaction.STATE_FOLDER
-    assert sorted(path.name for path in folder.iterdir()) == ["journal.json", "old"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".gitignore",
+        "journal.json",
+        "old",
+    ]
     assert VERSION in (folder / "journal.json").read_text()

@@ -1,4 +1,4 @@
-"""Our wheel has the patch set and no engine; pip uninstalls a patched engine completely."""
+"""Our wheel has the patch set and no engine; what pip does with a patched engine."""
 
 import json
 import shutil
@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from hf_configs import QWEN3
-from toy import ROOT, VERSION, WHEEL_SOURCES
+from toy import ENGINE, ROOT, VERSION, WHEEL_SOURCES, Toy, snapshot, write
 
-from sglang_pd.install import operations
+from sglang_pd import guard
+from sglang_pd.install import engine as engines
+from sglang_pd.install import operations, transaction
 from sglang_pd.install.engine import find_engine
 from sglang_pd.patchset import patches
 
@@ -32,20 +34,21 @@ def environment(tmp_path):
     return tmp_path / "venv/bin/python", site
 
 
-def toy_wheel(toy, folder: Path) -> Path:
+def toy_wheel(toy, folder: Path, version: str = VERSION) -> Path:
     toy.dist_record.with_name("WHEEL").write_text(
         "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     )
     metadata = toy.dist_record.with_name("METADATA")
-    metadata.write_text("Metadata-Version: 2.1\n" + metadata.read_text())
-    wheel = folder / f"sglang-{VERSION}-py3-none-any.whl"
+    metadata.write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+    wheel = folder / f"sglang-{version}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for path in toy.site.rglob("*"):
-            archive.write(path, path.relative_to(toy.site))
+            name = str(path.relative_to(toy.site)).replace(f"-{VERSION}.dist", f"-{version}.dist")
+            archive.write(path, name)
     return wheel
 
 
-def test_pip_uninstall_removes_patched_engine_completely(toy, environment, tmp_path):
+def test_pip_uninstall_leaves_only_the_journal_of_a_patched_engine(toy, environment, tmp_path):
     python, site = environment
     before = set(site.rglob("*"))
     pip("--python", python, "install", "--no-index", toy_wheel(toy, tmp_path))
@@ -56,7 +59,8 @@ def test_pip_uninstall_removes_patched_engine_completely(toy, environment, tmp_p
     assert ran.returncode == 0
     assert list(site.glob("sglang/srt/layout/__pycache__/*.pyc"))
     pip("--python", python, "uninstall", "--yes", "sglang")
-    assert set(site.rglob("*")) == before
+    journal = site / "sglang" / transaction.JOURNAL
+    assert set(site.rglob("*")) == before | {journal, journal.parent, site / "sglang"}
 
 
 def test_pip_reinstalls_over_a_patched_engine(toy, environment, tmp_path):
@@ -66,7 +70,47 @@ def test_pip_reinstalls_over_a_patched_engine(toy, environment, tmp_path):
     operations.apply(find_engine(site), toy.release())
     pip("--python", python, "install", "--no-index", "--force-reinstall", wheel)
     status = operations.status(find_engine(site), toy.release())
-    assert (status.state, status.notes) == ("absent", [])
+    assert status.state == "absent" and "SGLang was reinstalled" in status.notes[0]
+    assert operations.apply(find_engine(site), toy.release())
+    status = operations.status(find_engine(site), toy.release())
+    assert (status.state, status.notes) == ("applied", [])
+
+
+@pytest.fixture
+def upgraded(toy, environment, tmp_path, monkeypatch):
+    """A patched engine that pip has then upgraded, as Toy, and its files without a patch set."""
+    python, site = environment
+    pip("--python", python, "install", "--no-index", toy_wheel(toy, tmp_path))
+    operations.apply(find_engine(site), toy.release())
+    for path in ("srt/pool.py", "srt/net/conn.py"):
+        write(toy.root / path, f"{ENGINE[path]}MORE = 1\n")
+    write(toy.root / "version.py", "__version__ = '9.10'\n")
+    toy.write_record()
+    wheel = toy_wheel(toy, tmp_path, "9.10")
+    pip("--python", python, "install", "--no-index", "--upgrade", wheel)
+    monkeypatch.setattr(engines, "_package_folders", lambda: [site / "sglang"])
+    files = {path: entry for path, entry in snapshot(site / "sglang").items() if path[0] != "."}
+    return Toy(site, toy.releases, toy.trees), files
+
+
+def test_server_of_an_upgraded_engine_does_not_start(upgraded, toy_patch_set):
+    engine, _ = upgraded
+    with pytest.raises(SystemExit, match="by an upgrade or by hand"):
+        guard.check_engine()
+    status = engine.status()
+    assert (status.state, status.edited, status.drifts) == ("absent", [], [])
+    assert "SGLang was reinstalled, upgraded or" in status.notes[-1]
+
+
+@pytest.mark.parametrize("work", [Toy.revert, Toy.apply])
+def test_upgraded_engine_is_reverted_or_patched(upgraded, toy_patch_set, work):
+    engine, files = upgraded
+    assert work(engine)
+    guard.check_engine()
+    assert engine.status().state == ("applied" if work is Toy.apply else "absent")
+    if work is Toy.apply:
+        assert engine.revert() == transaction.RESTORED
+    assert snapshot(engine.root) == files
 
 
 @pytest.fixture

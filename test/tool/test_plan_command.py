@@ -203,7 +203,7 @@ def test_invalid_plan_options_are_refused(plan, sizes, words, says):
 
 def test_unknown_release_or_model_is_refused(plan, tmp_path):
     code, _, err = plan("qwen3", "tp=1", "tp=1", "--engine-release", "0.4.0", columns=400)
-    assert code == ExitCode.UNSUPPORTED and "0.5.9, 0.5.23" in err
+    assert code == ExitCode.UNSUPPORTED and "0.5.9, 0.5.18, 0.5.23" in err
     words = ["plan", "--model", str(tmp_path / "none"), "--prefill", "tp=1", "--decode", "tp=1"]
     got = runner.invoke(app, [*words, "--json"])
     assert got.exit_code == ExitCode.NO_MODEL

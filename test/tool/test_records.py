@@ -1,7 +1,15 @@
 """The page of patches: a table of patches by release, then a section about each patch."""
 
 from sglang_pd.dev.patches_page import markdown
-from sglang_pd.patchset.patches import PatchRecord, ReleaseStatus, version_key
+from sglang_pd.patchset.patches import (
+    RELEASES,
+    TREES,
+    PatchRecord,
+    ReleaseStatus,
+    load_release,
+    supported_releases,
+    version_key,
+)
 
 NEEDED_WITH_CHANGE = ReleaseStatus(
     "needed", change="the change", symbols=["a.py::*"], names=["a name"]
@@ -61,3 +69,12 @@ def test_release_rows_of_a_patch():
 
 def test_preview_releases_are_listed():
     assert "\nSGLang 1 is a preview: it has not run\n" in markdown([], {"1": "it has not run"})
+
+
+def test_each_file_of_the_patch_set_is_in_a_release_and_stands_once():
+    """What releases have in common is in a folder that they share, which their manifests name."""
+    taken = {text for name in supported_releases() for text in load_release(name).tree.values()}
+    files = [path.read_bytes() for path in sorted(RELEASES.rglob("*.py"))]
+    files += [path.read_bytes() for path in sorted((TREES / "sglang").rglob("*.py"))]
+    assert set(files) == taken
+    assert len(set(files)) == len(files)

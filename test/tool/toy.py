@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -150,6 +151,14 @@ class Toy:
         shutil.copytree(self.site, folder)
         return replace(self, site=folder)
 
+    def as_checkout(self, folder: Path) -> "Toy":
+        """Moves the engine into a new git checkout, of one commit."""
+        (folder / "python").mkdir(parents=True)
+        self.root.rename(folder / "python/sglang")
+        git(folder, "init", "-q")
+        commit_all(folder)
+        return replace(self, site=folder / "python")
+
     @property
     def root(self) -> Path:
         return self.site / "sglang"
@@ -220,6 +229,19 @@ class Toy:
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+def git(folder: Path, *words: str) -> str:
+    """Runs git in a folder; returns what it prints."""
+    who = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    ran = subprocess.run(["git", *who, *words], cwd=folder, capture_output=True, text=True)
+    assert ran.returncode == 0, (words, ran.stderr)
+    return ran.stdout
+
+
+def commit_all(folder: Path) -> None:
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "engine")
 
 
 def install_package(site: Path, name: str, version: str) -> None:

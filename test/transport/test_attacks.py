@@ -14,7 +14,7 @@ from attacked_fleet import (
     attacked_fleet,
     killed,
 )
-from engine_release import IS_DEFAULT, SINCE_0_5_20
+from engine_release import IS_DEFAULT, SINCE_0_5_18
 from fleet import Fleet
 from serving_checks import record
 from transfer_checks import BACKENDS
@@ -84,23 +84,23 @@ def test_kills_under_load_do_not_delay_the_other_rank(serve, backend):
 STOCK = [
     (backend, case)
     # Stock 0.5.9 needs an older MemFabric.
-    for backend in (*BACKENDS, *(["ascend"] if SINCE_0_5_20 else []))
+    for backend in (*BACKENDS, *(["ascend"] if SINCE_0_5_18 else []))
     for case in ("killed", "stopped", "packets vanish")
 ]
 
 
 # Over `ascend`, a write here does not need the peer's process to run. 0.5.9's scheduler writes over
 # NIXL itself, waits for no write, and raises if one fails.
-STOCK_RAISES = [] if SINCE_0_5_20 else [("nixl", "killed"), ("nixl", "packets vanish")]
+STOCK_RAISES = [] if SINCE_0_5_18 else [("nixl", "killed"), ("nixl", "packets vanish")]
 STOCK_SERVES = [one for one in STOCK if "killed" in one or "ascend" in one]
-if not SINCE_0_5_20:
+if not SINCE_0_5_18:
     STOCK_SERVES.append(("nixl", "stopped"))
 
 
 @pytest.mark.parametrize("backend, case", STOCK)
 def test_stock_attack_has_the_known_effect(serve, backend, case):
     # Over NIXL, 0.5.9 cannot send from two prefill ranks to one decode rank.
-    tp = 2 if SINCE_0_5_20 or backend != "nixl" else 1
+    tp = 2 if SINCE_0_5_18 or backend != "nixl" else 1
     with serve(fleet_of(backend, tp, **ONE_QUEUE), "stock", "stock") as servers:
         attacked = AttackedFleet(servers)
         victim = attacked.start_victim()

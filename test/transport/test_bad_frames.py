@@ -4,7 +4,7 @@
 """
 
 import pytest
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from fleet import Fleet
 from raw_socket import RawSocket
 from transfer_checks import BACKENDS, assert_transfers
@@ -13,7 +13,7 @@ from pd_harness.polling import wait_until
 
 pytestmark = [
     pytest.mark.transport,
-    pytest.mark.skipif(not SINCE_0_5_20, reason="0.5.9 has its own"),
+    pytest.mark.skipif(not SINCE_0_5_18, reason="0.5.9 has its own"),
 ]
 
 GUARD = b"NixlMsgGuard"
@@ -27,6 +27,7 @@ INVALID_MESSAGES = [
     [b"ABORT"],
     [b"ABORT", b"x", b"y", b"z"],
     [b"ABORT", b"7", b"127.0.0.1", b"no port"],
+    [b"ABORT", b"7", b"127.0.0.1", b"5555", b"x"],
     [b"ABORT_ACK", b"x"],
     [b"WATERMARK"],
     [b"WATERMARK", b"x", b"y", b"z"],

@@ -14,7 +14,12 @@ from itertools import count
 
 import numpy as np
 import pytest
-from engine_release import IS_DEFAULT, SINCE_0_5_20, without_extension_frames
+from engine_release import (
+    IS_DEFAULT,
+    SINCE_0_5_18,
+    SINCE_0_5_23,
+    without_extension_frames,
+)
 from fleet import Fleet, Servers, Side
 from raw_socket import DST, FIRST_MARKER_ROOM, Message, RawSocket, await_read, recorded_messages
 from transfer_checks import HANG_SECONDS, assert_right, nightly_except
@@ -24,12 +29,12 @@ from pd_harness.polling import wait_until
 pytestmark = pytest.mark.transport
 
 BATCH, BATCHES = 100, 40
-HANDLED_COUNT = 30 if SINCE_0_5_20 else 150
+HANDLED_COUNT = 30 if SINCE_0_5_18 else 150
 BACKENDS = ["nixl", "mooncake", "ascend"]
 # Backends whose prefill sends a status message when a room ends; 0.5.9 uses NIXL notifications.
-STATUS_BACKENDS = BACKENDS if SINCE_0_5_20 else BACKENDS[1:]
+STATUS_BACKENDS = BACKENDS if SINCE_0_5_18 else BACKENDS[1:]
 NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(1200)]
-FUZZED_COUNTS = [BATCH if SINCE_0_5_20 else 1500]
+FUZZED_COUNTS = [BATCH if SINCE_0_5_18 else 1500]
 if IS_DEFAULT:
     FUZZED_COUNTS.append(pytest.param(2500, marks=NIGHTLY))
 SRC = [9, 2, 3, 7]
@@ -226,7 +231,7 @@ def request_under_attack(
 
 def send_invalid_bytes(sock: RawSocket) -> None:
     """Sends garbage bytes, and to 0.5.9, which limits frames, an oversized frame."""
-    if not SINCE_0_5_20:
+    if not SINCE_0_5_18:
         sock.send_oversized()
     sock.send_non_zmq_bytes()
 
@@ -294,7 +299,7 @@ def test_fuzzed_messages_of_other_rooms(connected_fleet, backend):
 @pytest.mark.parametrize("backend", nightly_except(STATUS_BACKENDS, "nixl", "mooncake"))
 def test_fuzzed_prefill_messages(connected_fleet, backend, mutants):
     """Mutates a room's status messages and chunks, and then, between requests, any metadata."""
-    reasons = BATCHES if SINCE_0_5_20 else 0
+    reasons = BATCHES if SINCE_0_5_23 else 0
     with (
         connected_fleet(backend, "decode") as (servers, sock),
         unharmed(servers, sock, reasons=reasons),
@@ -353,7 +358,7 @@ def test_large_frame_is_neither_stored_nor_logged(connected_fleet, fork_server, 
         changes = {"session": b"10.0.0.1:2", frame: LARGE_FRAMES[frame]}
         registration, opened = stock_request_messages(servers, FIRST_MARKER_ROOM, **changes)
         # Later releases keep a room of an unregistered rank until the room's request has failed.
-        sock.send([registration] if SINCE_0_5_20 else [registration, opened])
+        sock.send([registration] if SINCE_0_5_18 else [registration, opened])
         await_read(sock, servers.decode[0], 1, NOT_OPENED)
         assert log.stat().st_size - before < 1 << 20
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fleet as fleets
 import pytest
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from rank_faults import kill
 from transfer_checks import PAGES, assert_right
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.transport
 REQUESTS, WINDOWS = 300, 3
 GROWTH_KIB = 75  # a quarter of a KiB per request
 RESTARTS, WINDOW_RESTARTS, MAX_RELEASED = 100, 20, 2
-GROWTH_PER_RESTART_KIB = 20  # measured: 1 to 4 with the patched engine, 50 with stock
+GROWTH_PER_RESTART_KIB = 8  # measured: 1 to 4 with the patched engine, 13 (0.5.18) to 50 with stock
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def growth_per_restart(servers, settle: Callable[[], object]) -> float:
 @pytest.mark.parametrize("engine", ["patched", "stock"])
 def test_lost_decode_servers_are_dropped(serve, engine):
     """Loses a hundred decode servers over NIXL, one after the other; stock drops none of them."""
-    if engine == "stock" and not SINCE_0_5_20:
+    if engine == "stock" and not SINCE_0_5_18:
         pytest.skip("stock 0.5.9's prefill raises when a decode server ends")
     fleet = fleets.Fleet(fleets.Side(environment={"SGLANG_PD_SILENT_SECONDS": "5"}))
     with serve(fleet, engine, engine) as servers:

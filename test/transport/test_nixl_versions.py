@@ -4,7 +4,7 @@ With SGLANG_PD_NIXL=VERSION in the environment, all transport tests use that rel
 """
 
 import pytest
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from error_texts import CONNECTION_CUT, TRANSFER_FAILURES
 from fleet import Fleet, Side, missing_ucx_reason
 from transfer_checks import (
@@ -20,11 +20,18 @@ from transfer_checks import (
 )
 from transport_cases import NSA
 
+from pd_harness.releases import release
+
 pytestmark = [pytest.mark.transport, pytest.mark.nightly]
 
 # NIXL 0.9 holds the GIL during its calls. 1.0 and 1.1 do not, and have no option to synchronize
-# their callers. Later NIXL releases have one, and later engines require it.
-VERSIONS = ["1.2.0", "1.3.2"] if SINCE_0_5_20 else ["0.9.0", "1.0.1", "1.1.0"]
+# their callers. Later NIXL releases have one, and later engines require it. With 0.5.18, servers in
+# the field have 1.4.
+VERSIONS = {
+    "0.5.9": ["0.9.0", "1.0.1", "1.1.0"],
+    "0.5.18": ["1.4.0"],
+    "0.5.23": ["1.2.0", "1.3.2"],
+}[release()]
 
 
 @pytest.fixture(params=VERSIONS)
@@ -78,7 +85,7 @@ def test_lost_connections_are_restored(serve):
         assert_transfers(servers)
         for cutting in (*servers.prefill, *servers.decode):
             assert cutting.call("cut_connections")["cut"]
-            if SINCE_0_5_20 and (outcome := servers.request(*PAGES)).state != "right":
+            if SINCE_0_5_18 and (outcome := servers.request(*PAGES)).state != "right":
                 assert_failed(outcome, CONNECTION_CUT["nixl"])
             assert_recovers(servers)
 

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_23
 from error_texts import ABORTED, LOST_DECODE, PACKED_FAILURES
 from fleet import Fleet, Outcome, Servers, Side
 from rank_faults import INJECTED_ERROR
@@ -78,7 +78,7 @@ def test_failing_round_fails_only_its_request(serve, case):
     Over NIXL in 0.5.9 threads pack for both ranks at the same time, so that their order may differ.
     """
     backend, how = case
-    is_parallel = backend == "nixl" and not SINCE_0_5_20
+    is_parallel = backend == "nixl" and not SINCE_0_5_23
     with serve(packing(backend)) as servers:
         assert_transfers(servers)
         for at in (1, 4):

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_23
 
 from pd_harness.device import device
 
@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-RANKS, BACKENDS = 4, ("mooncake", "nixl") if SINCE_0_5_20 else ("mooncake",)
+RANKS, BACKENDS = 4, ("mooncake", "nixl") if SINCE_0_5_23 else ("mooncake",)
 
 
 @pytest.mark.nightly

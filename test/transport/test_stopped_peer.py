@@ -9,7 +9,7 @@ from attacked_fleet import (
     attacked_fleet,
     stopped,
 )
-from engine_release import SINCE_0_5_20
+from engine_release import SINCE_0_5_18
 from fleet import Fleet
 from transfer_checks import BACKENDS
 
@@ -23,7 +23,7 @@ RECOVERY = (20, 5)  # seconds until the stopped rank is served again, and limit 
 FLEETS = [*BACKENDS, "ascend", "nixl_tcp"]
 # (fleet, seconds for which stock serves no request of another server). 0.5.9's scheduler writes
 # over NIXL itself and waits for no write.
-STOCK_DELAYS = [("mooncake", 20), *([("nixl_tcp", 120)] if SINCE_0_5_20 else [])]
+STOCK_DELAYS = [("mooncake", 20), *([("nixl_tcp", 120)] if SINCE_0_5_18 else [])]
 
 
 def fleet_of(name: str, **more: str) -> Fleet:
@@ -57,7 +57,7 @@ def test_stopped_peer_does_not_delay_another(serve, name):
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(not SINCE_0_5_20, reason="0.5.9's scheduler writes over NIXL itself")
+@pytest.mark.skipif(not SINCE_0_5_18, reason="0.5.9's scheduler writes over NIXL itself")
 def test_aborted_requests_of_a_stopped_peer_free_the_worker(serve):
     """Aborts free prefill's only worker, which writes to the peer, before the peer is silent."""
     with serve(fleet_of("nixl_tcp", **ONE_QUEUE)) as servers:

@@ -3,7 +3,7 @@
 import warnings
 
 import pytest
-from engine_release import SINCE_0_5_20, slow_memfabric_marks, with_marks
+from engine_release import SINCE_0_5_18, SINCE_0_5_23, slow_memfabric_marks, with_marks
 from fleet import Fleet, Side
 from transfer_checks import (
     HANG_SECONDS,
@@ -142,9 +142,9 @@ def test_stock_with_a_narrower_v(serve):
 
 
 MIXED_0_5_9 = {"nixl-pp2": STAGES["pp2"]}
-MIXED_0_5_23 = {
+MIXED_LATER = {
     "nixl-tp2_to_1": HEADS["tp2_to_1"],
-    "nixl-mla_pp2_odd": STAGES["mla_pp2_odd"],
+    **({"nixl-mla_pp2_odd": STAGES["mla_pp2_odd"]} if SINCE_0_5_23 else {}),
     "mooncake-pp2": with_fields(STAGES["pp2"], backend="mooncake"),
     "ascend-mla_2_2_3": ASCEND["mla_2_2_3"],
 }
@@ -152,7 +152,7 @@ MIXED_0_5_23 = {
 MIXED = {
     **{f"nixl-{name}": HEADS[name] for name in ("tp1_to_1", "tp2_to_2", "tp1_to_2")},
     **{f"nixl-{name}": STAGES[name] for name in ("pp2_to_pp2", "draft_on_both")},
-    **(MIXED_0_5_23 if SINCE_0_5_20 else MIXED_0_5_9),
+    **(MIXED_LATER if SINCE_0_5_18 else MIXED_0_5_9),
     **{f"nixl-{name}": STAGES[name] for name in ("mla_tp1_to_2", "nsa")},
     "mooncake-tp1_to_1": tp(1, 1, backend="mooncake"),
     "mooncake-tp2_to_1": tp(2, 1, backend="mooncake"),
@@ -185,7 +185,7 @@ def test_draft_on_stock_decode(serve):
 
 @pytest.mark.parametrize("name", ["tp2_to_1", "tp4_to_2"])
 def test_stock_decode_counts_patched_senders(serve, name):
-    """Stock alone hangs here; patched senders have unique numbers, which stock decode counts."""
+    """Stock 0.5.9 alone hangs: patched senders have unique numbers, which stock decode counts."""
     with serve(HEADS[name], "patched", "stock") as servers:
         assert_right(servers, [9, 2, 3], [0, 1, 2])
 

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from engine_release import SINCE_0_5_20
+from engine_release import IS_0_5_18, SINCE_0_5_18, SINCE_0_5_23
 from fleet import Fleet, Side
 from transfer_checks import BACKENDS, assert_no_room_kept, assert_right
 
@@ -33,7 +33,7 @@ def test_indivisible_tp_sizes_are_refused(serve, backend):
 
 PAGE_SIZES = "prefill page size 8 and decode page size 16 differ"
 DTYPES = "KV dtype: prefill has int64, decode has float64"
-if SINCE_0_5_20:  # the engine itself compares these two
+if SINCE_0_5_18:  # the engine itself compares these two
     PAGE_SIZES = "prefill server has page_size=8, but decode server has page_size=16"
     DTYPES = "prefill server has kv_cache_dtype=int64, but decode server has kv_cache_dtype=float64"
 INCOMPATIBLE = {
@@ -73,13 +73,21 @@ OF_BACKEND = {
     "nixl": {"transfer_statuses"},
     "mooncake": {"prefill_response_tracker", "requested_rooms", "failing_rooms", "arrived_units"},
 }
-if SINCE_0_5_20:
-    BOTH |= {"_deferred_ack_targets", "arrived_units"}
+PREFILL_OF_BACKEND = dict.fromkeys(BACKENDS, set())
+if SINCE_0_5_18:
+    BOTH |= {"arrived_units"}
     PREFILL |= {"req_to_decode_prefix_len"}
-    DECODE |= {"prefill_response_tracker", "_deferred_abort_ack_tracker"}
+    DECODE |= {"prefill_response_tracker"}
     # Reading it creates it: a default on the class, for managers that tests fill by hand.
     DECODE |= {"transfer_infos"}
     OF_BACKEND = dict.fromkeys(BACKENDS, set())
+if SINCE_0_5_23:
+    BOTH |= {"_deferred_ack_targets"}
+    DECODE |= {"_deferred_abort_ack_tracker"}
+if IS_0_5_18:
+    BOTH |= {"requested_ranks", "acks", "ack_targets", "late_notices", "writing"}
+    OF_BACKEND["nixl"] = {"transfer_statuses"}
+    PREFILL_OF_BACKEND["nixl"] = {"exceptions"}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -87,7 +95,8 @@ def test_room_tables_exist(serve, backend):
     """Leak checks would miss a table under another name."""
     with serve(Fleet(backend=backend)) as servers:
         found = [set(kept) for kept in servers.room_counts()]
-    assert found == [BOTH | PREFILL, BOTH | DECODE | OF_BACKEND[backend]]
+    of_prefill, of_decode = PREFILL_OF_BACKEND[backend], OF_BACKEND[backend]
+    assert found == [BOTH | PREFILL | of_prefill, BOTH | DECODE | of_decode]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -120,7 +129,7 @@ def test_send_error_fails_only_its_request(serve, fleet):
 
 def test_stock_sends_more_pages_than_decode_allocated(serve):
     """0.5.9's scheduler raises and decode waits; later releases silently omit the last page."""
-    ends = ("success", "wrong") if SINCE_0_5_20 else ("raised", "hang")
+    ends = ("success", "wrong") if SINCE_0_5_18 else ("raised", "hang")
     with serve(Fleet(v_width=4), "stock", "stock") as servers:
         outcome = servers.request([1, 2, 3], [3, 4, 5], leave_out=1, seconds=5)
     assert (outcome.prefill[0]["state"], outcome.decode[0]["state"]) == ends, outcome

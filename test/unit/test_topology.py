@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import can_split, deal_heads
 
+from sglang_pd.patchset.patches import supported_releases
 from sglang_pd.plan.core import kv_layout
 from sglang_pd.plan.hybrids import RECURRENT, RecurrentState
 from sglang_pd.plan.known_failures import NO_START, REFUSED, RIGHT, UNKNOWN
@@ -18,6 +19,7 @@ from sglang_pd.plan.sizes import ServerSizes, parse_sizes
 from sglang_pd.plan.verdict import patched
 
 TP = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
+RELEASES = supported_releases()
 STATE = RecurrentState(16, 1, 16, 1, 4, 3, 4, False)
 
 
@@ -45,7 +47,7 @@ def sides(draw, pp) -> ServerSizes:
 def pairs(draw):
     prefill = draw(sides([1, 1, 2, 3, 4]))
     decode = draw(sides([1, 1, prefill.pp, 2]))
-    backend, release = draw(st.sampled_from(BACKENDS)), draw(st.sampled_from(["0.5.9", "0.5.23"]))
+    backend, release = draw(st.sampled_from(BACKENDS)), draw(st.sampled_from(RELEASES))
     return make_pair(draw(models()), prefill, decode, backend, release, False)
 
 
@@ -57,10 +59,11 @@ def can_serve(pair) -> bool:
         return False
     if not can_split(p, d) or decode_pp not in (1, prefill_pp):
         return False
-    if pair.release == "0.5.9" and pair.prefill.draft and prefill_pp > 1:
+    has_staged_draft = any(side.draft and side.pp > 1 for side in pair.sides.values())
+    if pair.release != "0.5.23" and has_staged_draft:
         return False
     is_cut = pair.model.recurrent and (p != d or prefill_pp != decode_pp)
-    return not is_cut or (pair.release == "0.5.23" and prefill_pp == decode_pp)
+    return not is_cut or (pair.release != "0.5.9" and prefill_pp == decode_pp)
 
 
 def expected_parts(pair, tp: int, stage: int) -> set:
@@ -127,7 +130,7 @@ def check_bytes(pair, link) -> None:
         size += int(copies.arrays()[2].sum()) if len(copies) else 0
         sliced_copies += len(copies)
     assert (link.bytes, link.sliced_copies) == (size, sliced_copies)
-    if moves_heads and pair.model.recurrent and pair.release == "0.5.23":  # by the engine itself
+    if moves_heads and pair.model.recurrent and pair.release != "0.5.9":  # by the engine itself
         assert link.kv_heads == SLICED
     else:
         assert link.kv_heads == (PACKED if moves_heads else WHOLE)

@@ -4,11 +4,12 @@ import pytest
 from fleet import Fleet
 from hf_configs import FALCON_H1, GPT_OSS, QWEN3_NEXT
 from serving_scenarios import DRAFT_SCENARIOS, RELEASES, TABLE, Scenario, Unsupported
-from transport_cases import CORRUPTED, STOCK_0_5_9, STOCK_0_5_23
+from transport_cases import CORRUPTED, STOCK_0_5_9, STOCK_0_5_18, STOCK_0_5_23
 
 from pd_harness.cluster import Topology
 from pd_harness.cpu_host.models import TinyMLA, TinyModel
-from sglang_pd.patchset.patches import read_records
+from sglang_pd.patchset.patches import read_records, supported_releases
+from sglang_pd.plan import verdict
 from sglang_pd.plan.known_failures import (
     CRASHES,
     FAILS,
@@ -143,13 +144,13 @@ def pair_for_fleet(fleet: Fleet, release: str):
     "release, name, fleet, shown",
     [
         pytest.param(release, name, *at, id=f"{release}-{name}")
-        for release, table in zip(RELEASES, (STOCK_0_5_9, STOCK_0_5_23))
+        for release, table in zip(RELEASES, (STOCK_0_5_9, STOCK_0_5_18, STOCK_0_5_23))
         for name, at in table.items()
     ],
 )
 def test_plan_predicts_transport_outcome(release: str, name: str, fleet: Fleet, shown: str):
-    # Where ranks would transfer, 0.5.9's servers do not start: they cannot speculate with PP.
-    is_unsupported = (release, name) == ("0.5.9", "ascend-mla_draft_on_both")
+    # Where ranks would transfer, servers before 0.5.23 do not start: they cannot speculate with PP.
+    is_unsupported = release != "0.5.23" and name == "ascend-mla_draft_on_both"
     expected = NO_START if is_unsupported else PLAN_OUTCOMES[shown]
     assert stock(pair_for_fleet(fleet, release)).outcome == expected
 
@@ -158,18 +159,19 @@ INDEXED_MLA = plain_model(4, MLADims(512, 64, 128))
 WINDOWS = model_from_config(GPT_OSS)
 MAMBA, LINEAR = model_from_config(FALCON_H1), model_from_config(QWEN3_NEXT)
 ONE, TP_2, PP_2, DRAFT = ServerSizes(), ServerSizes(tp=2), ServerSizes(pp=2), ServerSizes(draft=1)
+BOTH_RIGHT = (RIGHT, RIGHT)
 # As in test/transport/test_state_transfer.py: model, prefill, decode, and the outcomes of each of
 # `RELEASES` over NIXL and over Mooncake, empty where none was tried.
 STATE_CASES = {
-    "draft": (INDEXED_MLA, DRAFT, DRAFT, (WRONG, WRONG), (RIGHT, RIGHT)),
-    "draft_on_prefill": (INDEXED_MLA, DRAFT, ONE, (CRASHES, HANGS), (HANGS, FAILS)),
-    "index_keys_pp2": (INDEXED_MLA, PP_2, ONE, (RIGHT, RIGHT), (RIGHT, RIGHT)),
-    "windows": (WINDOWS, TP_2, TP_2, (RIGHT, RIGHT), (RIGHT, RIGHT)),
-    "windows_tp2_to_1": (WINDOWS, TP_2, ONE, (CRASHES, HANGS), (RIGHT, RIGHT)),
-    "windows_pp2": (WINDOWS, PP_2, ONE, (WRONG, WRONG), (HANGS, WRONG)),
-    "mamba_tp2_to_2": (MAMBA, TP_2, TP_2, (RIGHT, RIGHT), (RIGHT, RIGHT)),
-    "mamba_tp2_to_1": (MAMBA, TP_2, ONE, ("", WRONG), ("", WRONG)),
-    "linear_tp2_to_1": (LINEAR, TP_2, ONE, ("", WRONG), ("", RIGHT)),
+    "draft": (INDEXED_MLA, DRAFT, DRAFT, (WRONG, WRONG), BOTH_RIGHT, BOTH_RIGHT),
+    "draft_on_prefill": (INDEXED_MLA, DRAFT, ONE, (CRASHES, HANGS), (HANGS, HANGS), (HANGS, FAILS)),
+    "index_keys_pp2": (INDEXED_MLA, PP_2, ONE, BOTH_RIGHT, (HANGS, RIGHT), BOTH_RIGHT),
+    "windows": (WINDOWS, TP_2, TP_2, BOTH_RIGHT, BOTH_RIGHT, BOTH_RIGHT),
+    "windows_tp2_to_1": (WINDOWS, TP_2, ONE, (CRASHES, HANGS), (HANGS, HANGS), BOTH_RIGHT),
+    "windows_pp2": (WINDOWS, PP_2, ONE, (WRONG, WRONG), (HANGS, WRONG), (HANGS, WRONG)),
+    "mamba_tp2_to_2": (MAMBA, TP_2, TP_2, BOTH_RIGHT, BOTH_RIGHT, BOTH_RIGHT),
+    "mamba_tp2_to_1": (MAMBA, TP_2, ONE, ("", WRONG), (WRONG, WRONG), ("", WRONG)),
+    "linear_tp2_to_1": (LINEAR, TP_2, ONE, ("", WRONG), BOTH_RIGHT, ("", RIGHT)),
 }
 
 
@@ -184,7 +186,7 @@ def test_plan_predicts_state_outcome(name: str, release: str):
         assert patched(pair).outcome == (REFUSED if is_cut else RIGHT)
 
 
-@pytest.mark.parametrize("release, shown", list(zip(RELEASES, (CRASHES, HANGS))))
+@pytest.mark.parametrize("release, shown", list(zip(RELEASES, (CRASHES, HANGS, HANGS))))
 def test_v_narrower_than_k_fails_on_stock_only(release: str, shown: str):
     """Its outcomes on stock are those of `STOCK_NARROWER_V` in transport_cases.py."""
     pair = make_pair(plain_model(2, KVHeads(4, 8, 4)), TP_2, ONE, "nixl", release, False)
@@ -192,7 +194,7 @@ def test_v_narrower_than_k_fails_on_stock_only(release: str, shown: str):
 
 
 def test_recurrent_state_between_unequal_pp_sizes_is_not_predicted():
-    for release, ours in zip(RELEASES, (REFUSED, UNKNOWN)):
+    for release, ours in zip(RELEASES, (REFUSED, UNKNOWN, UNKNOWN)):
         pair = make_pair(LINEAR, PP_2, ONE, "nixl", release, False)
         assert (stock(pair).outcome, patched(pair).outcome) == (UNKNOWN, ours)
 
@@ -201,15 +203,69 @@ def test_indivisible_kv_heads_prevent_startup():
     """4 ranks cannot share 6 heads."""
     model = plain_model(2, KVHeads(6, 8, 8))
     pair = make_pair(model, ServerSizes(tp=4), ONE, "nixl", "0.5.23", False)
-    for verdict in (stock(pair), patched(pair)):
-        assert verdict.outcome == NO_START
-        assert "6 KV heads" in verdict.reasons[0] and "TP size 4" in verdict.reasons[0]
+    for one in (stock(pair), patched(pair)):
+        assert one.outcome == NO_START
+        assert "6 KV heads" in one.reasons[0] and "TP size 4" in one.reasons[0]
+
+
+# What 0.5.18's code does over NIXL, Mooncake and Ascend where no test tries it: model, prefill,
+# decode, outcomes.
+GQA, MLA = plain_model(4, KVHeads(4, 8, 8)), plain_model(4, MLADims(512, 64))
+NARROW_V, SEVEN = plain_model(2, KVHeads(4, 8, 4)), plain_model(7, KVHeads(4, 8, 8))
+SEVEN_MLA = plain_model(7, MLADims(512, 64))
+PP_2_OF_7, TP_2_PP_2 = (ServerSizes(tp, 2, layers=(3, 4)) for tp in (1, 2))
+OTHER_STAGES, DRAFT_2 = ServerSizes(pp=2, layers=(4, 3)), ServerSizes(draft=2)
+CASES_0_5_18 = {
+    "pp2_to_other_stages": (SEVEN, PP_2_OF_7, OTHER_STAGES, (HANGS, WRONG, WRONG)),
+    "mla_pp2_tp2_to_1": (SEVEN_MLA, TP_2_PP_2, ONE, (HANGS, RIGHT, RIGHT)),
+    "narrow_v": (NARROW_V, ONE, ONE, (RIGHT, RIGHT, RIGHT)),
+    "narrow_v_tp2_to_1": (NARROW_V, TP_2, ONE, (HANGS, WRONG, WRONG)),
+    "draft_on_decode": (GQA, ONE, DRAFT, (RIGHT, RIGHT, RIGHT)),
+    "draft_on_prefill": (GQA, DRAFT, ONE, (HANGS, HANGS, HANGS)),
+    "drafts_1_to_2": (GQA, DRAFT, DRAFT_2, (WRONG, WRONG, WRONG)),
+    "drafts_2_to_1": (GQA, DRAFT_2, DRAFT, (HANGS, HANGS, HANGS)),
+    "mla_drafts_1_to_2": (MLA, DRAFT, DRAFT_2, (RIGHT, RIGHT, WRONG)),
+    "draft_in_stages": (GQA, ServerSizes(pp=2, draft=1), DRAFT, (NO_START, NO_START, NO_START)),
+    "pp4_to_pp2": (GQA, ServerSizes(pp=4), PP_2, (CRASHES, CRASHES, CRASHES)),
+}
+REFUSED_PAIRS = ("pp4_to_pp2", "pp2_to_other_stages")
+
+
+@pytest.mark.parametrize("name", CASES_0_5_18)
+def test_plan_knows_0_5_18(name: str):
+    model, prefill, decode, outcomes = CASES_0_5_18[name]
+    ours = REFUSED if name in REFUSED_PAIRS else RIGHT
+    for backend, shown in zip(("nixl", "mooncake", "ascend"), outcomes):
+        pair = make_pair(model, prefill, decode, backend, "0.5.18", False)
+        assert stock(pair).outcome == shown, backend
+        assert patched(pair).outcome == (NO_START if shown == NO_START else ours)
+
+
+def test_patched_server_fails_where_its_release_lacks_an_edit(monkeypatch):
+    pair = make_pair(GQA, PP_2, PP_2, "nixl", "0.5.9", False)
+    assert (stock(pair).when(LOGPROBS), patched(pair).when(LOGPROBS)) == (CRASHES, RIGHT)
+    monkeypatch.setattr(verdict, "records_without_edit", lambda release: {"decode-logprobs"})
+    assert patched(pair).when(LOGPROBS) == CRASHES
+
+
+@pytest.mark.parametrize("release", supported_releases())
+def test_every_supported_release_was_examined(release: str):
+    assert all(release in one.outcomes for one in KNOWN_FAILURES)
+    pages = (ServerSizes(page=16), ServerSizes(page=32))
+    assert stock(make_pair(GQA, *pages, "nixl", release, False)).outcome == CRASHES
+
+
+def test_release_that_was_not_examined_is_unknown():
+    pair = make_pair(GQA, ONE, ONE, "nixl", "0.5.24", False)
+    for one in (stock(pair), patched(pair)):
+        assert (one.outcome, one.when(STRAY)) == (UNKNOWN, UNKNOWN)
+        assert "was not examined" in one.reasons[0]
 
 
 def test_every_known_failure_refers_to_a_needed_patch():
     records = {record.id: record for record in read_records()}
     for limit in KNOWN_FAILURES:
-        for release, outcomes in zip(RELEASES, (limit.v0_5_9, limit.v0_5_23)):
+        for release, outcomes in limit.outcomes.items():
             if limit.record and any(outcomes.values()):
                 status = records[limit.record].at(release)
                 assert status.state != "carried", (limit.record, limit.reason, release)

@@ -35,8 +35,8 @@ ENVIRONMENT = {
 def thread_binding(tp_size: int, pp_size: int) -> str:
     """Value of ``SGLANG_CPU_OMP_THREADS_BIND``: an entry for each rank.
 
-    In 0.5.9 all stages share the first stage's entries; in later releases each has its own. Without
-    the variable the engine needs one NUMA node per rank, which small machines lack.
+    In 0.5.9 and 0.5.18 all stages share the first stage's entries; in 0.5.23 each has its own.
+    Without the variable the engine needs one NUMA node per rank, which small machines lack.
     """
-    ranks = tp_size if release() == "0.5.9" else tp_size * pp_size
+    ranks = tp_size if release() in ("0.5.9", "0.5.18") else tp_size * pp_size
     return "|".join(str(rank) for rank in range(ranks))

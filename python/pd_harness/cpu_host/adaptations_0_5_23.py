@@ -1,4 +1,7 @@
-"""Adaptations that releases after 0.5.9, and their packages, need in addition to `adaptations`."""
+"""Adaptations that releases after 0.5.9, and their packages, need in addition to `adaptations`.
+
+Where 0.5.18 and 0.5.23 keep the same function in different modules, both modules are named.
+"""
 
 import functools
 import logging
@@ -14,6 +17,12 @@ SLOT_MODULES = (
     "sglang.kernels.ops.speculative.cache_locs",
     "sglang.kernels.ops.speculative.eagle",
     "sglang.srt.mem_cache.allocation",
+    "sglang.srt.speculative.eagle_worker_common",  # 0.5.18
+    "sglang.srt.speculative.spec_utils",  # 0.5.18
+)
+TREE_MODULES = (
+    "sglang.kernels.ops.speculative.spec_tree",
+    "sglang.srt.speculative.eagle_utils",  # 0.5.18
 )
 
 
@@ -34,7 +43,12 @@ def disable_pinned_page_indices(conn: ModuleType) -> None:
 
 @on_import_of("sglang.srt.disaggregation.common.staging_buffer")
 def stage_in_host_memory(staging_buffer: ModuleType) -> None:
-    """Put staging buffers in host memory; the engine's non-Triton functions gather and scatter."""
+    """Put staging buffers in host memory; the engine's non-Triton functions gather and scatter.
+
+    0.5.18 stages on CUDA only.
+    """
+    if not hasattr(staging_buffer, "_STAGING_SUPPORTED_DEVICE_TYPES"):
+        return
     staging_buffer._STAGING_SUPPORTED_DEVICE_TYPES += ("cpu",)
     staging_buffer._USE_TRITON_STAGING = False
     make = staging_buffer.StagingBuffer.__init__
@@ -65,6 +79,8 @@ def scatter_from_host_memory(staging_handler: ModuleType) -> None:
     """Let decode scatter a staging buffer into host memory, whose device has no index."""
     import torch
 
+    if not hasattr(staging_handler, "create_device_stream"):  # 0.5.18
+        return
     handler = staging_handler.DecodeStagingHandler
     make = handler.__init__
     indexed = SimpleNamespace(device=torch.device("cpu", 0))
@@ -87,13 +103,14 @@ def install_slot_functions(module: ModuleType) -> None:
     speculation_slots.install(module)
 
 
-@on_import_of("sglang.kernels.ops.speculative.spec_tree")
-def use_draft_chains(spec_tree: ModuleType) -> None:
+@on_import_of(*TREE_MODULES)
+def use_draft_chains(module: ModuleType) -> None:
     """Build and verify chains of drafted tokens without ``sgl_kernel``, which only trees need."""
     from pd_harness.cpu_host import speculation
 
-    spec_tree.sgl_build_tree_kernel_efficient_cpu = speculation.build_chains
-    spec_tree.sgl_verify_tree_greedy_cpu = speculation.verify_chains
+    if hasattr(module, "sgl_build_tree_kernel_efficient_cpu"):
+        module.sgl_build_tree_kernel_efficient_cpu = speculation.build_chains
+        module.sgl_verify_tree_greedy_cpu = speculation.verify_chains
 
 
 class NpuPoolTorch(ModuleType):

@@ -71,8 +71,8 @@ def install_scheduler_dump(module: ModuleType) -> None:
 
 def _hook_event_loop(scheduler, folder: Path) -> None:
     """Start the dump in the event loop, whose thread is the main one and receives signals."""
-    name = "ingest_requests" if hasattr(scheduler, "ingest_requests") else "recv_requests"  # 0.5.9
-    receive = getattr(scheduler, name)
+    owner, name = _function_of_loop(scheduler)
+    receive = getattr(owner, name)
 
     def receive_requests(*args, **kwargs):
         if not hasattr(scheduler, "scheduler_dump"):
@@ -80,7 +80,16 @@ def _hook_event_loop(scheduler, folder: Path) -> None:
         scheduler.scheduler_dump.on_loop()
         return receive(*args, **kwargs)
 
-    setattr(scheduler, name, receive_requests)
+    setattr(owner, name, receive_requests)
+
+
+def _function_of_loop(scheduler) -> tuple[object, str]:
+    """Owner and name of a function that the event loop calls once in each iteration."""
+    if hasattr(scheduler, "ingest_requests"):
+        return scheduler, "ingest_requests"
+    if hasattr(scheduler, "request_receiver"):  # 0.5.18; a frozen instance, so its class is hooked
+        return type(scheduler.request_receiver), "recv_requests"
+    return scheduler, "recv_requests"  # 0.5.9
 
 
 class SchedulerDump:

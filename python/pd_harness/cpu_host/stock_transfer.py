@@ -32,17 +32,17 @@ SEND_METHODS = {
 
 
 @on_import_of(*(f"sglang.srt.disaggregation.{backend}.conn" for backend in BACKENDS))
-def delete_planned_sends(conn: ModuleType) -> None:
-    """After 0.5.9, delete the patch set's sends from a backend's manager if the variable is set.
+def restore_engine_sends(conn: ModuleType) -> None:
+    """After 0.5.9, give a backend's manager the engine's sends again if the variable is set.
 
-    They are methods of a subclass, so the engine's remain.
+    The patch set's are methods of a subclass.
     """
     if not os.environ.get(STOCK_TRANSFER_VARIABLE) or release() == "0.5.9":
         return
     for manager, names in SEND_METHODS.items():
-        for name in names:
-            if name in vars(vars(conn).get(manager, object)):
-                delattr(getattr(conn, manager), name)
+        engine = vars(conn).get(f"Engine{manager}")
+        for name in names if engine else ():
+            setattr(getattr(conn, manager), name, getattr(engine, name))
 
 
 @on_import_of("sglang.srt.disaggregation.pd.local_layout")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from sglang_pd.errors import ExitCode, Refusal
 
+CHECKOUT_PREFIX = "python/sglang/"
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -23,7 +25,7 @@ class Engine:
         is_checkout = (
             self.root.parent.name == "python" and (self.root.parent.parent / ".git").exists()
         )
-        return "python/sglang/" if is_checkout else "sglang/"
+        return CHECKOUT_PREFIX if is_checkout else "sglang/"
 
 
 def find_engine(path: Path | None = None, release: str | None = None) -> Engine:
@@ -31,7 +33,7 @@ def find_engine(path: Path | None = None, release: str | None = None) -> Engine:
 
     release: overrides the engine's version. Raises Refusal NO_ENGINE.
     """
-    root = _find_root(path)
+    root = find_root(path)
     installed = _distribution(root)
     files = installed.files if installed else []
     dist_record = next((Path(file.locate()) for file in files if file.name == "RECORD"), None)
@@ -43,7 +45,8 @@ def _is_engine(folder: Path) -> bool:
     return (folder / "__init__.py").is_file() and (folder / "srt").is_dir()
 
 
-def _find_root(path: Path | None) -> Path:
+def find_root(path: Path | None = None) -> Path:
+    """Finds the engine's folder only, as `find_engine`."""
     below = [path, path / "sglang", path / "python" / "sglang"] if path else []
     for folder in below or _package_folders():
         if _is_engine(folder):

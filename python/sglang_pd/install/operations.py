@@ -1,7 +1,6 @@
 """Implements apply, revert, status and diff of a release's patch set on an engine."""
 
 import os
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import unified_diff
@@ -14,6 +13,7 @@ from sglang_pd.install.release_detection import release_notes
 from sglang_pd.install.transaction import Journal, originals, read_file, read_journal
 from sglang_pd.patchset.edits import Drift, Edit, is_applied, plan, symbol_states
 from sglang_pd.patchset.patches import Patch, Release
+from sglang_pd.patchset.series import lines_of
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def apply(
         return edits
 
 
-def revert(engine: Engine) -> bool:
-    """Restores every byte of the engine; False if the patch set was not applied. Raises Refusal."""
+def revert(engine: Engine) -> str:
+    """Restores every byte of the engine, see `transaction.undo`. Raises Refusal."""
     with transaction.locked(engine.root):
         return transaction.undo(engine.root)
 
@@ -74,10 +74,12 @@ def revert(engine: Engine) -> bool:
 def status(engine: Engine, release: Release) -> Status:
     """Determines the status from the engine's own files, symbol by symbol."""
     root, journal = engine.root, read_journal(engine.root)
-    entries = journal.entries if journal else []
+    is_replaced = journal is not None and transaction.is_replaced(root, journal)
+    before = originals(root, journal)
+    edits, drifts = plan(release, before)
+    symbols = symbol_states(release, before if is_replaced else lambda path: read_file(root / path))
+    entries = journal.entries if journal and not is_replaced else []
     files = {entry.path: transaction.file_state(root, entry) for entry in entries}
-    symbols = symbol_states(release, lambda path: read_file(root / path))
-    edits, drifts = plan(release, originals(root, journal))
     if not journal and set(symbols.values()) == {"applied"}:
         drifts = []  # the patch set cannot be applied twice
     is_complete = journal is not None and set(files.values()) == {"new"}
@@ -97,6 +99,12 @@ def status(engine: Engine, release: Release) -> Status:
         for patch in release.patches
     ]
     notes = [*release_notes(engine, release), *_notes(engine, journal, state)]
+    if is_replaced:
+        notes.append(
+            "the last apply is not in effect: SGLang was reinstalled, upgraded or moved to another "
+            "revision since, or an apply or revert was interrupted; apply patches SGLang again, "
+            "revert removes what is left of the last one"
+        )
     edited = [path for path, at in files.items() if at == "edited"]
     return Status(engine, release, state, patches, symbols, edited, drifts, notes)
 
@@ -113,8 +121,29 @@ def diff(engine: Engine, release: Release) -> Iterator[bytes]:
     else:
         edits = _plan_edits(engine, release, journal)
     for edit in sorted(edits, key=lambda edit: edit.path):
-        if not edit.path.startswith(".."):
-            yield from _file_diff(engine.prefix() + edit.path, edit)
+        if not _is_outside(edit):
+            yield from file_diff(engine.prefix() + edit.path, edit)
+
+
+def original_edits(engine: Engine, release: Release) -> list[Edit]:
+    """Returns this patch set's edits to the engine's originals, without RECORD's.
+
+    Raises Refusal as `apply`; EDITED if the patch set was applied in another way, and the originals
+    are lost.
+    """
+    edits = _plan_edits(engine, release, read_journal(engine.root))
+    if not edits:
+        raise Refusal(
+            ExitCode.EDITED,
+            f"{engine.root} has the patch set already, but not by `sglang-pd apply`, so that its "
+            "original files are not known; give --engine an unmodified SGLang",
+        )
+    return [edit for edit in edits if not _is_outside(edit)]
+
+
+def _is_outside(edit: Edit) -> bool:
+    """Whether the file is not the engine's, but RECORD."""
+    return edit.path.startswith("..")
 
 
 def _plan_edits(engine: Engine, release: Release, journal: Journal | None) -> list[Edit]:
@@ -133,7 +162,9 @@ def _plan_edits(engine: Engine, release: Release, journal: Journal | None) -> li
     folder = engine.root.name
     listed: dict[str, bytes | None] = {f"{folder}/{edit.path}": edit.new for edit in edits}
     with_record = [*edits, Edit(name, old, b"")]
-    listed |= {f"{folder}/{path}": None for path in transaction.state_files(with_record)}
+    # Without the journal: left by an upgrade, it tells that the patches are gone.
+    kept = [path for path in transaction.state_files(with_record) if path != transaction.JOURNAL]
+    listed |= {f"{folder}/{path}": None for path in kept}
     return [*edits, Edit(name, old, dist_record.with_entries(old, listed))]
 
 
@@ -199,16 +230,12 @@ def _notes(engine: Engine, journal: Journal | None, state: str) -> list[str]:
     return notes
 
 
-def _file_diff(name: str, edit: Edit) -> Iterator[bytes]:
+def file_diff(name: str, edit: Edit) -> Iterator[bytes]:
+    """Yields the lines of one file's unified diff, as git writes it."""
     before = "/dev/null" if edit.old is None else f"a/{name}"
     yield f"diff --git a/{name} b/{name}\n".encode()
     if edit.old is None:
         yield b"new file mode 100644\n"
-    for line in unified_diff(_lines(edit.old or b""), _lines(edit.new), before, f"b/{name}"):
+    for line in unified_diff(lines_of(edit.old or b""), lines_of(edit.new), before, f"b/{name}"):
         ending = "" if line.endswith("\n") else "\n\\ No newline at end of file\n"
         yield f"{line}{ending}".encode()
-
-
-def _lines(content: bytes) -> list[str]:
-    # Not `splitlines`, which also splits at a form feed.
-    return re.findall(r"[^\n]*\n|[^\n]+", content.decode())

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sglang_pd.errors import Refusal
 from sglang_pd.install.engine import Engine
-from sglang_pd.install.transaction import Journal, originals, read_journal
+from sglang_pd.install.transaction import Journal, is_replaced, originals, read_journal
 from sglang_pd.patchset.edits import Drift, is_applied, plan
 from sglang_pd.patchset.patches import (
     Release,
@@ -41,7 +41,9 @@ def detect_release(engine: Engine) -> Release:
     touches may differ. Raises Refusal UNSUPPORTED, which names the nearest release.
     """
     journal = read_journal(engine.root)
-    names = [public_version(engine.version or ""), journal.release if journal else ""]
+    names = [public_version(engine.version or "")]
+    if journal and not is_replaced(engine.root, journal):
+        names.append(journal.release)
     if known := [name for name in names if name in supported_releases()]:
         return load_release(known[0])
     nearest = _nearest_match(engine, journal)

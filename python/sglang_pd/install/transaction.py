@@ -21,7 +21,12 @@ from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.patchset.edits import Edit
 
 STATE_FOLDER = ".sglang_pd"
+JOURNAL = f"{STATE_FOLDER}/journal.json"
 SCRATCH_FOLDER = ".sglang_pd.new"  # for staging: may be deleted at any time
+IGNORED = ".gitignore", b"*\n"  # hides the state folder in a git checkout
+# What `undo` has done.
+RESTORED = "restored"
+REPLACED = "removed what an earlier apply had added to, and left the other files of,"
 
 
 class JournalEntry(msgspec.Struct, frozen=True):
@@ -31,6 +36,11 @@ class JournalEntry(msgspec.Struct, frozen=True):
     staged: str
     old: str | None
     new: str
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the file is not the engine's, but RECORD, which belongs to package managers."""
+        return self.path.startswith("..")
 
 
 class Journal(msgspec.Struct, frozen=True):
@@ -75,7 +85,7 @@ def read_journal(root: Path) -> Journal | None:
 
     Raises Refusal IO if the journal is damaged.
     """
-    text = read_file(root / STATE_FOLDER / "journal.json")
+    text = read_file(root / JOURNAL)
     if text is None:
         return None
     try:
@@ -83,7 +93,7 @@ def read_journal(root: Path) -> Journal | None:
     except msgspec.DecodeError as error:
         raise Refusal(
             ExitCode.IO,
-            f"{root / STATE_FOLDER / 'journal.json'} cannot be read ({error}); reinstall SGLang",
+            f"{root / JOURNAL} cannot be read ({error}); reinstall SGLang",
         ) from error
 
 
@@ -97,13 +107,33 @@ def is_complete(root: Path, journal: Journal) -> bool:
     return all(file_state(root, entry) == "new" for entry in journal.entries)
 
 
+def is_replaced(root: Path, journal: Journal) -> bool:
+    """Whether the engine was reinstalled, upgraded or moved to another revision since `apply`.
+
+    Then none of its own files is as `apply` wrote it, and there is nothing to restore.
+    """
+    states: dict[bool, set[str]] = {True: set(), False: set()}  # of added and of changed files
+    for entry in journal.entries:
+        if not entry.is_outside:
+            states[entry.old is None].add(file_state(root, entry))
+    added, changed = states[True], states[False]
+    # Old files beside new ones: an `apply` or `revert` was interrupted.
+    return "new" not in changed and ("edited" in changed or added <= {"old"})
+
+
 def originals(root: Path, journal: Journal | None) -> Callable[[str], bytes | None]:
-    """Returns a reader of the engine's files as they were before the journal's changes."""
+    """Returns a reader of the engine's files as they were before the journal's changes.
+
+    Of an engine that was replaced, the files are as they are now, without those that were added.
+    """
     entries = {entry.path: entry for entry in journal.entries} if journal else {}
+    kept = {"old"}
+    if journal and is_replaced(root, journal):
+        kept.add("edited")
 
     def read(path: str) -> bytes | None:
         entry = entries.get(path)
-        if entry is None or file_state(root, entry) == "old":
+        if entry is None or file_state(root, entry) in kept:
             return read_file(root / path)
         return None if entry.old is None else read_file(root / STATE_FOLDER / "old" / entry.staged)
 
@@ -119,7 +149,7 @@ def state_files(edits: list[Edit]) -> list[str]:
     names = [
         f"old/{name}" for name, edit in zip(staged_names(edits), edits) if edit.old is not None
     ]
-    return [f"{STATE_FOLDER}/{name}" for name in ["journal.json", *names]]
+    return [JOURNAL, *(f"{STATE_FOLDER}/{name}" for name in [IGNORED[0], *names])]
 
 
 def check_writable(root: Path, paths: list[str]) -> None:
@@ -190,34 +220,40 @@ def _as_refusal(error: BaseException, what: str) -> BaseException:
     return Refusal(ExitCode.IO, f"{what}: {error}") if isinstance(error, OSError) else error
 
 
-def undo(root: Path) -> bool:
-    """Restores every byte; returns False if there was nothing to restore.
+def undo(root: Path) -> str:
+    """Restores every byte; returns what was done, empty if there was nothing to restore.
 
-    The caller holds the lock. Raises Refusal as `check_undoable` and `check_writable`, before it
-    writes anything.
+    Of an engine that was replaced since, only removes what was added and is unchanged. The caller
+    holds the lock. Raises Refusal as `check_undoable` and `check_writable`, before it writes
+    anything.
     """
     journal = read_journal(root)
     if journal is None:
         if has_leftovers(root):
             check_writable(root, [])
             remove_leftovers(root)
-        return False
+        return ""
     check_undoable(root, journal)
     check_writable(root, [entry.path for entry in journal.entries])
     remove_leftovers(root)
+    done = REPLACED if is_replaced(root, journal) else RESTORED
     _undo(root, journal)
-    return True
+    return done
 
 
 def check_undoable(root: Path, journal: Journal) -> None:
-    """Raises Refusal EDITED for a file that is neither old nor new, IO for a lost original."""
+    """Raises Refusal EDITED for a file that is neither old nor new, IO for a lost original.
+
+    The files of an engine that was replaced need no restoring.
+    """
     states = {entry.path: file_state(root, entry) for entry in journal.entries}
-    if found := [path for path, state in states.items() if state == "edited"]:
+    found = [path for path, state in states.items() if state == "edited"]
+    if found and not is_replaced(root, journal):
         raise Refusal(
             ExitCode.EDITED,
             f"edited since the patch set was applied: {', '.join(found)} (in {root}). Undo these "
-            "edits first. If the engine was reinstalled over the patch set instead, delete "
-            f"{root / STATE_FOLDER}",
+            "edits first, or restore all of SGLang's files: reinstall it, or in a git checkout "
+            "`git checkout --force`",
         )
     for entry in journal.entries:
         saved = root / STATE_FOLDER / "old" / entry.staged
@@ -260,25 +296,26 @@ def _stage(root: Path, edits: list[Edit], release: str, tool: str) -> None:
     journal = Journal(tool, release, entries, _missing_folders(root, edits))
     text = msgspec.json.format(msgspec.json.encode(journal), indent=1)
     _write(scratch / "journal.json", text, root / "__init__.py")
+    _write(scratch / IGNORED[0], IGNORED[1], root / "__init__.py")
     for folder in (scratch / "old", scratch / "new", scratch):
         _sync(folder)
 
 
 def _undo(root: Path, journal: Journal) -> None:
     for entry in reversed(journal.entries):
-        target = root / entry.path
-        if entry.old is None:
+        target, state = root / entry.path, file_state(root, entry)
+        if entry.old is None and state != "edited":
             target.unlink(missing_ok=True)
             for compiled in target.parent.glob(f"__pycache__/{target.stem}.*.pyc"):
                 compiled.unlink()
-        elif file_state(root, entry) == "new":
+        elif entry.old is not None and state == "new":
             os.replace(root / STATE_FOLDER / "old" / entry.staged, target)
     for folder in reversed(journal.folders):
         _remove_if_empty(root / folder / "__pycache__")
         _remove_if_empty(root / folder)
     _sync_parents(root, journal)
     # The state folder itself cannot be renamed if it is part of a container's image.
-    os.unlink(root / STATE_FOLDER / "journal.json")
+    os.unlink(root / JOURNAL)
     _sync(root / STATE_FOLDER)
     shutil.rmtree(root / STATE_FOLDER)
 

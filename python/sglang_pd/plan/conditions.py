@@ -35,11 +35,11 @@ def unequal_drafts(pair: ServerPair) -> bool:
 def misplaces_v(pair: ServerPair) -> bool:
     """Whether the engine guesses wrongly, from both sides' pointer counts, where decode's V begins.
 
-    NIXL in 0.5.23 guesses only between TP sizes: at equal ones it refuses what it cannot pair by
-    position.
+    NIXL's plans of later releases guess only between TP sizes: at equal ones they refuse what they
+    cannot pair by position.
     """
-    guesses = pair.tp_differs and pair.decode.pp == 1
-    is_refused = (pair.backend, pair.release) == ("nixl", "0.5.23") and not guesses
+    guesses = pair.release == "0.5.9" or (pair.tp_differs and pair.decode.pp == 1)
+    is_refused = pair.backend == "nixl" and not guesses
     if pair.model.is_mla or is_refused:
         return False
     for at, stage in enumerate(pair.stages[0]):

@@ -34,8 +34,8 @@ WINDOW_POOLS = {
     "Step3p5ForCausalLM": "0.5.9",
     "GraniteSWAForCausalLM": "0.5.23",
     "GraniteMoeSWAForCausalLM": "0.5.23",
-    "LagunaForCausalLM": "0.5.23",
-    "MellumForCausalLM": "0.5.23",
+    "LagunaForCausalLM": "0.5.18",
+    "MellumForCausalLM": "0.5.18",
 }
 # Models with both attention and recurrent state in each layer.
 PARALLEL_HYBRIDS = ("FalconH1ForCausalLM",)

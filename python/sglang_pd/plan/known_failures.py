@@ -1,8 +1,8 @@
 """Known failures of stock engines with a pair, by release, backend and sizes.
 
 Each failure names its patch record (docs/patches.md), if any, which has its cause and fix. The
-outcome is what serving showed, or the transport's tests if no server was tried. The first failure
-that applies counts.
+outcome is what serving showed, or the transport's tests if no server was tried, or else what the
+release's code does. The first failure that applies counts.
 """
 
 from collections.abc import Callable
@@ -41,33 +41,48 @@ class KnownFailure:
     reason: str
     applies: Callable[[ServerPair], bool]
     v0_5_9: Outcomes = field(default_factory=dict)  # in that release; empty if it does not fail
+    v0_5_18: Outcomes = field(default_factory=dict)
     v0_5_23: Outcomes = field(default_factory=dict)
     event: str = ""  # that the failure needs
 
+    @property
+    def outcomes(self) -> dict[str, Outcomes]:
+        """The outcomes by release, for each release that was examined."""
+        return {"0.5.9": self.v0_5_9, "0.5.18": self.v0_5_18, "0.5.23": self.v0_5_23}
+
     def outcome(self, pair: ServerPair) -> str:
-        """Returns the outcome for the pair's release and backend; empty if they do not fail."""
-        of_release = {"0.5.9": self.v0_5_9, "0.5.23": self.v0_5_23}.get(pair.release, {})
-        return of_release.get(pair.backend, "")
+        """Returns the outcome for the pair's release and backend; empty if they do not fail.
+
+        UNKNOWN for a release that was not examined.
+        """
+        return self.outcomes.get(pair.release, all_backends(UNKNOWN)).get(pair.backend, "")
 
 
 def first_match(pair: ServerPair, event: str = "") -> KnownFailure | None:
     """Returns the first failure that applies to this pair, on an event or, by default, on none."""
+    if pair.release not in NOT_EXAMINED.outcomes:
+        return NOT_EXAMINED
     known = (one for one in KNOWN_FAILURES if one.event == event and one.outcome(pair))
     return next((one for one in known if one.applies(pair)), None)
 
 
+NOT_EXAMINED = KnownFailure(
+    "", "what stock servers of this release do was not examined", lambda pair: True
+)
 KNOWN_FAILURES = [
     KnownFailure(
         "",
         "this release does not support speculation with pipeline stages",
-        lambda pair: pair.prefill.draft > 0 and pair.prefill.pp > 1,
+        lambda pair: any(side.draft > 0 and side.pp > 1 for side in pair.sides.values()),
         v0_5_9=all_backends(NO_START),
+        v0_5_18=all_backends(NO_START),
     ),
     KnownFailure(
         "refuse-unfit-peers",
         "the decode server crashes if the page sizes differ",
         lambda pair: pair.prefill.page != pair.decode.page,
         v0_5_9=all_backends(CRASHES),
+        v0_5_18=all_backends(CRASHES),
         v0_5_23=all_backends(CRASHES),
     ),
     KnownFailure(
@@ -75,6 +90,7 @@ KNOWN_FAILURES = [
         "the decode server crashes if its PP size is neither 1 nor prefill's",
         lambda pair: kv_layout.pp_size_conflict(*pair.pp) is not None,
         v0_5_9=all_backends(CRASHES),
+        v0_5_18=all_backends(CRASHES),
         v0_5_23=all_backends(CRASHES),
     ),
     KnownFailure(
@@ -82,6 +98,7 @@ KNOWN_FAILURES = [
         "neither TP size divides the other: some rank never receives a request",
         lambda pair: kv_layout.tp_size_conflict(*pair.tp) is not None,
         v0_5_9=all_backends(HANGS),
+        v0_5_18=all_backends(HANGS),
         v0_5_23=all_backends(HANGS),
     ),
     KnownFailure(
@@ -89,6 +106,7 @@ KNOWN_FAILURES = [
         "recurrent state between different PP sizes was not tested; use sglang-pd verify",
         lambda pair: pair.model.recurrent is not None and pair.pp_differs,
         v0_5_9=all_backends(UNKNOWN),
+        v0_5_18=all_backends(UNKNOWN),
         v0_5_23=all_backends(UNKNOWN),
     ),
     KnownFailure(
@@ -101,13 +119,15 @@ KNOWN_FAILURES = [
         "recurrent-state",
         "the windows of Mamba 2's convolutions are split as if they were one",
         lambda pair: pair.splits_recurrent_state and not pair.model.recurrent.has_named_channels,
+        v0_5_18=all_backends(WRONG),
         v0_5_23=all_backends(WRONG),
     ),
     KnownFailure(
         "kv-layout",
-        "windows are not sent between TP sizes: prefill's scheduler or transfer thread crashes",
+        "windows are not sent between TP sizes: prefill raises an error instead",
         lambda pair: pair.model.window > 0 and pair.tp_differs,
         v0_5_9=by_backend(CRASHES, HANGS),
+        v0_5_18=all_backends(HANGS),
     ),
     KnownFailure(
         "window-stages",
@@ -119,6 +139,7 @@ KNOWN_FAILURES = [
         "kv-layout",
         "layers of a stage are paired by position, but windows are layers of another kind",
         lambda pair: pair.model.window > 0 and pair.pp_differs,
+        v0_5_18=by_backend("", WRONG),
         v0_5_23=by_backend("", WRONG),
     ),
     KnownFailure(
@@ -138,8 +159,15 @@ KNOWN_FAILURES = [
         "decode has no buffers for prefill's draft",
         lambda pair: when.drafts_on(pair, True, False),
         v0_5_9=by_backend(CRASHES, HANGS),
+        v0_5_18=all_backends(HANGS),
         # Mooncake refuses writes outside decode's buffers, MemFabric does not.
         v0_5_23=by_backend(HANGS, FAILS, WRONG),
+    ),
+    KnownFailure(
+        "kv-layout",
+        "decode has no buffers for the last layers of prefill's draft",
+        lambda pair: when.drafts_on(pair, True, True) and pair.prefill.draft > pair.decode.draft,
+        v0_5_18=all_backends(HANGS),
     ),
     KnownFailure(
         "nixl-senders",
@@ -178,15 +206,23 @@ KNOWN_FAILURES = [
         v0_5_9=by_backend(ascend=WRONG),
     ),
     KnownFailure(
+        "kv-layout",
+        "MLA with prefill stages: the thread that reads registrations crashes",
+        lambda pair: pair.pp_differs and pair.model.is_mla,
+        v0_5_18=by_backend(HANGS),
+    ),
+    KnownFailure(
         "mha-pp",
         "GQA with prefill stages: the thread that reads registrations crashes",
         lambda pair: pair.pp_differs and not pair.model.is_mla and not pair.tp_differs,
+        v0_5_18=by_backend(HANGS),
         v0_5_23=by_backend(HANGS),
     ),
     KnownFailure(
         "nixl-heads",
         "prefill has more ranks than KV heads, and decode more than prefill",
         lambda pair: when.replicates_on_decode(pair) and pair.tp[0] > pair.model.attention.total,
+        v0_5_18=by_backend(HANGS),
         v0_5_23=by_backend(HANGS),
     ),
     KnownFailure(
@@ -194,6 +230,7 @@ KNOWN_FAILURES = [
         "between different TP sizes V is sent with K's length, but the lengths differ",
         lambda pair: when.v_width_differs(pair) and pair.tp_differs,
         v0_5_9=by_backend("", WRONG),
+        v0_5_18=by_backend(HANGS, WRONG),
         v0_5_23=by_backend(HANGS, WRONG),
     ),
     KnownFailure(
@@ -201,6 +238,7 @@ KNOWN_FAILURES = [
         "the position of decode's first V buffer is guessed from both sides' buffer counts",
         when.misplaces_v,
         v0_5_9=all_backends(WRONG),
+        v0_5_18=all_backends(WRONG),
         v0_5_23=all_backends(WRONG),
     ),
     KnownFailure(
@@ -208,6 +246,7 @@ KNOWN_FAILURES = [
         "both sides have the same number of stages, but with different layers",
         lambda pair: not pair.pp_differs and pair.stages[0] != pair.stages[1],
         v0_5_9=all_backends(WRONG),
+        v0_5_18=by_backend(HANGS, WRONG),
         v0_5_23=all_backends(WRONG),
     ),
     KnownFailure(
@@ -215,6 +254,7 @@ KNOWN_FAILURES = [
         "drafts of unequal length are paired by position",
         when.unequal_drafts,
         v0_5_9=all_backends(WRONG),
+        v0_5_18=all_backends(WRONG),
         v0_5_23=all_backends(WRONG),
     ),
     KnownFailure(
@@ -241,6 +281,7 @@ KNOWN_FAILURES = [
         "npu-cpu-copy",
         "V is copied to the host with K's width",
         when.v_width_differs,
+        v0_5_18=by_backend(ascend=WRONG),
         v0_5_23=by_backend(ascend=WRONG),
         event=RETRACTS,
     ),
@@ -249,6 +290,7 @@ KNOWN_FAILURES = [
         "a prefill rank's message thread crashes",
         lambda pair: True,
         v0_5_9=all_backends(HANGS),
+        v0_5_18=all_backends(HANGS),
         v0_5_23=all_backends(HANGS),
         event=STRAY,
     ),

@@ -33,7 +33,7 @@ class ServerPair:
     @property
     def sends_state_by_plan(self) -> bool:
         """Whether a transfer plan covers recurrent state; later releases send it their own way."""
-        return version_key(self.release) < version_key("0.5.20")
+        return version_key(self.release) < version_key("0.5.18")
 
     @property
     def sends_kv_by_plan(self) -> bool:

@@ -1,7 +1,9 @@
 """Judges whether a pair works on the stock and on the patched engine, and if not, why."""
 
 from dataclasses import dataclass, field
+from functools import cache
 
+from sglang_pd.patchset.patches import read_records
 from sglang_pd.plan.core import kv_layout
 from sglang_pd.plan.known_failures import (
     LOGPROBS,
@@ -40,9 +42,7 @@ def stock(pair: ServerPair) -> Verdict:
     if reasons:
         return Verdict(NO_START, tuple(reasons))
     verdict = _verdict(pair, first_match(pair))
-    on = {
-        event: _verdict(pair, failure) for event in EVENTS if (failure := first_match(pair, event))
-    }
+    on = {event: _verdict(pair, failure) for event, failure in _on_events(pair).items()}
     return Verdict(verdict.outcome, verdict.reasons, verdict.record, on)
 
 
@@ -57,7 +57,15 @@ def patched(pair: ServerPair) -> Verdict:
     reasons = refusal_reasons(pair)
     if reasons:
         return Verdict(REFUSED, tuple(reasons))
-    return known if known.outcome == UNKNOWN else Verdict()
+    if known.outcome == UNKNOWN:
+        return known
+    unpatched = records_without_edit(pair.release)
+    on = {
+        event: _verdict(pair, failure)
+        for event, failure in _on_events(pair).items()
+        if failure.record in unpatched
+    }
+    return Verdict(on=on)
 
 
 def startup_errors(pair: ServerPair) -> list[str]:
@@ -71,6 +79,17 @@ def startup_errors(pair: ServerPair) -> list[str]:
             except kv_layout.LayoutError as error:
                 reasons.append(str(error))
     return reasons
+
+
+def _on_events(pair: ServerPair) -> dict[str, KnownFailure]:
+    return {event: failure for event in EVENTS if (failure := first_match(pair, event))}
+
+
+@cache
+def records_without_edit(release: str) -> set[str]:
+    """Returns the patches that this release needs and does not get."""
+    states = {record.id: record.at(release) for record in read_records()}
+    return {name for name, at in states.items() if at and at.state != "carried" and not at.symbols}
 
 
 def _verdict(pair: ServerPair, failure: KnownFailure | None) -> Verdict:

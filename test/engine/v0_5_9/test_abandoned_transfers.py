@@ -470,13 +470,3 @@ def test_rejected_write_over_a_lost_connection_has_settled(manager):
 def test_rejected_write_does_not_leave_its_rank_unreachable(manager, connected):
     sender_with_rejected_write(manager, None)
     assert manager._reconnect(LIVE)
-
-
-def test_decode_rank_is_added_under_the_agents_lock(manager):
-    """NIXL's agent serves one thread at a time."""
-    held = []
-    manager.agent.add_remote_agent = lambda metadata: held.append(manager.agent_lock._is_owned())
-    manager.connect_early = lambda *_: None
-    rank = {"agent_name": "new", "agent_metadata": b"", "refusal": "", "dst_aux_ptrs": []}
-    manager._add_remote_peer(SimpleNamespace(**rank))
-    assert held == [True] and manager.decode_kv_args_table["new"].is_connected

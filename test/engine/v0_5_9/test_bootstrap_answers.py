@@ -1,7 +1,6 @@
 """Whatever a client or a peer sends, no scheduler crashes: real managers, without a server."""
 
 import contextlib
-import itertools
 import time
 from types import SimpleNamespace
 
@@ -220,13 +219,3 @@ def test_wall_clock_jump_frees_no_pages(locate, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: now + 3600)
     assert [receiver.poll() for receiver in made] == [KVPoll.WaitingForInput] * 2
     assert not made[1].is_aborted
-
-
-def test_each_prefill_rank_has_a_number_of_its_own(make_prefill):
-    """Decode counts by these numbers which ranks have confirmed."""
-    manager, numbers = make_prefill(MooncakeKVManager), set()
-    manager.pp_size = 2
-    for tp_rank, pp_rank in itertools.product(range(3), range(2)):
-        manager.attn_tp_rank, manager.pp_rank = tp_rank, pp_rank
-        numbers.add(manager.sender_rank)
-    assert len(numbers) == 6

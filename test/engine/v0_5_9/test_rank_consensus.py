@@ -4,8 +4,6 @@ from types import SimpleNamespace
 
 import pp_stages
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.disaggregation.base import KVPoll
@@ -50,20 +48,6 @@ def test_no_stage_keeps_a_request_that_failed_on_another(kind, news):
         events += [[2, stage, "1", news] for stage in range(STAGES) if stage != failing]
         for taken, left in pp_stages.run_stages(kind, STAGES, RIDS, events, ROUNDS):
             assert not taken and left == ["2", "3"], failing
-
-
-def test_request_that_failed_on_one_rank_fails_on_all_once_none_is_busy(monkeypatch):
-    """Of three requests, one has failed here, and one on another rank, which is still busy."""
-    theirs = torch.tensor([[KVPoll.Success, KVPoll.Failed, KVPoll.Success], [1, 0, 1]]).byte()
-    combined = {dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.MAX: torch.maximum}
-
-    def all_reduce(votes, op, group):
-        votes.copy_(combined[op](votes, theirs))
-
-    monkeypatch.setattr(rank_consensus.dist, "all_reduce", all_reduce)
-    ours = [KVPoll.Failed, KVPoll.Success, KVPoll.Success]
-    states = rank_consensus.reduce_polls([SimpleNamespace() for _ in ours], ours, None)
-    assert states == [KVPoll.Failed, KVPoll.Transferring, KVPoll.Success]
 
 
 def test_many_failed_rooms_end_over_several_polls():

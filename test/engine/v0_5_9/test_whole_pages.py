@@ -75,16 +75,16 @@ def queue(kind: type, pages: int, **more) -> DecodePreallocQueue:
     return made
 
 
-def resume(kind: type, pages: int, *tokens: int, **more) -> int:
+def resume(kind: type, pages: int, *tokens: int) -> int:
     """Resumes retracted requests of so many tokens; returns how many fit."""
-    made = queue(kind, pages, **more)
+    made = queue(kind, pages)
     made.retracted_queue = [Request(some, decoded=1) for some in tokens]
     return len(made.resume_retracted_reqs())
 
 
-def allocate(kind: type, pages: int, *tokens: int, **more) -> int:
+def allocate(kind: type, pages: int, *tokens: int) -> int:
     """Allocates pages for new requests of so many tokens; returns how many fit."""
-    made = queue(kind, pages, **more)
+    made = queue(kind, pages)
     receiver = SimpleNamespace(init=lambda *_: None)
     made.queue = [DecodeRequest(Request(some), receiver, waiting_for_input=True) for some in tokens]
     return len(made.pop_preallocated()[0])
@@ -108,12 +108,6 @@ CASES = [
 @pytest.mark.parametrize("pages, tokens, fitting", CASES)
 def test_requests_get_no_more_than_the_free_pages(act, pages, tokens, fitting):
     assert act(DecodePreallocQueue, pages, *tokens) == fitting
-
-
-@pytest.mark.parametrize("act", [resume, allocate])
-def test_pages_of_an_earlier_round_count_once(act):
-    """The engine counts free pages anew in each round."""
-    assert act(DecodePreallocQueue, 2, 14, uncounted_tokens=7) == 1
 
 
 @pytest.mark.parametrize("act", [resume, allocate])

@@ -120,7 +120,7 @@ def _wait(known: _PeerFailures, took: float) -> float:
 
 
 class FailedSessions(set):
-    """The failed sessions of engines from 0.5.20 on, without those to be tried again.
+    """The failed sessions of engines from 0.5.18 on, without those to be tried again.
 
     The engine adds a session at its first failure, and removes it when it registers or answers a
     probe. Its workers check whether a session is in this set right before they write to it. A
@@ -133,7 +133,8 @@ class FailedSessions(set):
     def __init__(self):
         super().__init__()
         self._back_off = PeerBackoff(in_a_row=1)
-        self._began = threading.local()  # when each worker began its last transfer
+        # Of each worker: when it began its last transfer, and whether it had to leave that out.
+        self._began = threading.local()
 
     @classmethod
     @contextlib.contextmanager
@@ -149,7 +150,13 @@ class FailedSessions(set):
         if getattr(self._threads, "sees_all", False):
             return super().__contains__(session)
         self._began.at = time.monotonic()
-        return super().__contains__(session) and self._back_off.retry_in(session) > 0
+        is_pausing = super().__contains__(session) and self._back_off.retry_in(session) > 0
+        self._began.is_pausing = is_pausing
+        return is_pausing
+
+    def has_refused(self) -> bool:
+        """Returns whether the last session that this worker looked up pauses: it wrote nothing."""
+        return getattr(self._began, "is_pausing", False)
 
     def add(self, session: str) -> None:
         """Adds a session to which a transfer failed."""

@@ -38,6 +38,7 @@ class PeerQueue:
         note_taken: Callable[[Any], None],
         server_of: Callable[[Any], Peers] = lambda chunk: frozenset(),
         workers: int = 0,
+        note_done: Callable[[Any], None] = lambda chunk: None,
         is_left_over: Callable[[Any], bool] = lambda chunk: False,
     ):
         """Creates an empty queue.
@@ -47,15 +48,17 @@ class PeerQueue:
             note_taken: Called by a worker with each chunk before `get` returns it; may wait.
             server_of: Returns the decode ranks of the server that a chunk goes to.
             workers: How many threads will call `get`; 0 if a server may hold all of them.
+            note_done: Called by the worker with its chunk when it has finished it.
             is_left_over: Returns whether no worker may get a chunk any more; must not wait.
         """
-        self._note_queued, self._note_taken = note_queued, note_taken
+        self._note_queued, self._note_taken, self._note_done = note_queued, note_taken, note_done
         self._server_of, self._workers = server_of, workers
         self._is_left_over = is_left_over
         self._changed = threading.Condition()
         self._lanes: OrderedDict[Peers, Deque[Any]] = OrderedDict()
         # By worker: the ranks to which it is sending, and all ranks of their server.
         self._busy: Dict[int, Tuple[Peers, Peers]] = {}
+        self._taken = threading.local()  # the worker's chunk
         self._ends = 0
 
     def __len__(self) -> int:
@@ -81,6 +84,9 @@ class PeerQueue:
     def get(self) -> Any:
         """Waits for a chunk to whose ranks no other worker is sending; None stops the worker."""
         worker = threading.get_ident()
+        done, self._taken.chunk = getattr(self._taken, "chunk", None), None
+        if done is not None:
+            self._note(self._note_done, done)
         with self._changed:
             if self._busy.pop(worker, None):
                 self._changed.notify_all()
@@ -94,11 +100,16 @@ class PeerQueue:
                 if not self._is_left_over(chunk):
                     break
             self._busy[worker] = lane, self._server_of(chunk)
-        try:
-            self._note_taken(chunk)
-        except Exception:  # the worker handles the room as it finds it
-            logger.exception(f"Room {chunk.room}: a chunk could not be prepared")
+        self._taken.chunk = chunk
+        self._note(self._note_taken, chunk)
         return chunk
+
+    @staticmethod
+    def _note(note: Callable[[Any], None], chunk: Any) -> None:
+        try:
+            note(chunk)
+        except Exception:  # the worker handles the room as it finds it
+            logger.exception(f"Room {chunk.room}: a chunk could not be prepared or finished")
 
     def _take(self, lane: Peers) -> Any:
         chunk = self._lanes[lane].popleft()
@@ -146,7 +157,8 @@ class PeerQueues:
     def transfer_queues(self, made: List[Any]) -> None:
         def queue() -> PeerQueue:
             notes = self._note_queued, self._note_taken
-            return PeerQueue(*notes, is_left_over=self._is_left_over)
+            done, left_over = self._note_done, self._is_left_over
+            return PeerQueue(*notes, note_done=done, is_left_over=left_over)
 
         if any(type(one).__name__ != ENGINE_QUEUE for one in made):
             self._queues = list(made)
@@ -161,6 +173,9 @@ class PeerQueues:
 
     def _note_taken(self, chunk: Any) -> None:
         self.worker_state.peers = self._peers_of(chunk)
+
+    def _note_done(self, chunk: Any) -> None:
+        """Called by a worker that has finished a chunk; does nothing unless overridden."""
 
     def _is_left_over(self, chunk: Any) -> bool:
         """Returns whether to drop a queued chunk; False unless overridden."""

@@ -7,6 +7,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.disaggregation import utils
+
+
+def answer_rejected(scheduler: Any, req: Any) -> bool:
+    """Answers the client if the scheduler has rejected this request, for example as too long.
+
+    Returns whether it has. Engines before 0.5.21 would queue the request with a prompt of one token
+    instead, and send that token's KV to decode, which would answer with wrong tokens. Later engines
+    answer the client themselves.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    end = req.to_finish
+    is_rejected = isinstance(end, FINISH_ABORT) and req.disagg_kv_sender is None
+    if not is_rejected or hasattr(utils, "is_unadmitted_reject"):
+        return False
+    utils.prepare_abort(req, end.message, status_code=end.status_code)
+    streamer = getattr(scheduler, "output_streamer", scheduler)  # 0.5.9's scheduler streams itself
+    streamer.stream_output([req], req.return_logprob)
+    if (session := getattr(req, "session", None)) is not None:  # a request of 0.5.9 has none
+        session.abort_req()  # else it waits for this request's end
+    return True
+
 
 def notify_refused(manager: Any, req: Any, reason: str = "") -> None:
     """Notifies decode ranks that this request failed, including those that request it later.

@@ -38,6 +38,10 @@ def lowest_and_highest(buffers: Iterable[Tuple[int, int]], pages: npt.NDArray[np
     return [start for start, _ in copies], [size for _, size in copies]
 
 
+class OutOfBounds(RuntimeError):
+    """A write outside the memory of either side, which was not started."""
+
+
 class BoundedWrites:
     """Base of a prefill rank's KV manager, over one that writes with `_transfer_data`.
 
@@ -98,7 +102,7 @@ class BoundedWrites:
         """Writes these blocks to a decode session. Returns the transfer engine's status.
 
         Raises:
-            RuntimeError: A block is outside either side's memory; nothing is written.
+            OutOfBounds: A block is outside either side's memory; nothing is written.
         """
         # MemFabric rejects a batch with an empty block.
         blocks = [block for block in transfer_blocks if block[2]]
@@ -110,7 +114,7 @@ class BoundedWrites:
         return self.engine.batch_transfer_sync(mooncake_session_id, src, dst, sizes)
 
     def check_bounds(self, session: str, src: Copies, dst: Copies) -> None:
-        """Raises RuntimeError if `src` or `dst` is outside the memory of its side."""
+        """Raises OutOfBounds if `src` or `dst` is outside the memory of its side."""
         peer = getattr(self, "decode_kv_args_table", {}).get(session)
         if peer is None:
             return
@@ -118,7 +122,7 @@ class BoundedWrites:
         if not why and peer.bounds is not None:
             why = peer.bounds.outside_error(*dst)
         if why:
-            raise RuntimeError(f"{why}; nothing of this transfer is written")
+            raise OutOfBounds(f"{why}; nothing of this transfer is written")
 
     @property
     def own_bounds(self) -> Bounds:

@@ -6,14 +6,8 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.base import BaseKVManager
 from sglang.srt.disaggregation.pd.local_layout import make_kv_manager
-from sglang.srt.disaggregation.pd.refused_requests import notify_refused
-from sglang.srt.disaggregation.utils import (
-    DisaggregationMode,
-    KVClassType,
-    get_kv_class,
-    prepare_abort,
-)
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.disaggregation.pd.refused_requests import answer_rejected, notify_refused
+from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, get_kv_class
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.prefill import (
@@ -48,14 +42,9 @@ class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
     def add(self, req: Req, num_kv_heads: int) -> None:
         """Queues a request. Extends the engine's: notifies decode of a request that is refused.
 
-        An aborted request, such as one that is too long, ends here; the engine would compute one
-        token, and send the KV to decode.
+        Also ends a request that has been rejected already, see `answer_rejected`.
         """
-        end = req.to_finish
-        if isinstance(end, FINISH_ABORT):
-            prepare_abort(req, end.message, status_code=end.status_code)
-            self.scheduler.stream_output([req], req.return_logprob)
-        else:
+        if not answer_rejected(self.scheduler, req):
             super().add(req, num_kv_heads)
         if hasattr(self.kv_manager, "close_failed_room"):  # not Mori's, which cannot notify decode
             notify_refused(self.kv_manager, req)

@@ -1,17 +1,19 @@
 """NPU pools: host copies and token moves, where the engine's do not fit the buffers."""
 
 from collections.abc import Iterator
-from typing import Any, List, NoReturn, Tuple
+from typing import Any, List, Tuple
 
 import torch
-from sglang.srt.hardware_backend.npu.cpu_copy import (
-    HostCopy,
-    as_tokens,
-    copy_from_host,
-    copy_layers_from_host,
-    copy_layers_to_host,
-    copy_to_host,
-    whole_pages,
+from sglang.srt.hardware_backend.npu.cpu_copy import as_tokens, whole_pages
+from sglang.srt.hardware_backend.npu.pool_parts import (
+    copy_mha,
+    copy_mla,
+    get_missing_kv_buffer,
+    load_mha,
+    load_mla,
+    missing_kv_buffer,
+    move_mha,
+    move_tokens,
 )
 
 
@@ -20,52 +22,15 @@ class NPUMHATokenToKVPool:
         ("get_cpu_copy", "_engine_get_cpu_copy"),
         ("load_cpu_copy", "_engine_load_cpu_copy"),
     )
+    _move_kv_cache_impl = move_mha
 
-    def get_cpu_copy(
-        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
-    ) -> List[List[List[torch.Tensor]]]:
-        """Copies these token slots, of shape [tokens], to the host, as [layer][chunk][k, v].
+    def get_cpu_copy(self, *slots: Any, **options: Any) -> List[Any]:
+        """Copies token slots to the host, see `pool_parts.copy_mha`."""
+        return copy_mha(self, *slots, **options)
 
-        Extends the engine's, which views V with the width of K.
-        """
-        if self.v_head_dim == self.head_dim:
-            return self._engine_get_cpu_copy(indices, mamba_indices, req_pool_index)
-        return copy_layers_to_host(self._layers(), indices, self.cpu_offloading_chunk_size)
-
-    def load_cpu_copy(
-        self,
-        kv_cache_cpu: List[List[List[torch.Tensor]]],
-        indices: torch.Tensor,
-        mamba_indices: Any = None,
-        req_pool_index: Any = None,
-    ) -> None:
-        """Writes what `get_cpu_copy` returned into these token slots.
-
-        Raises:
-            ValueError: K and V differ in width, and the copy does not fit the slots or this pool;
-                nothing has been written.
-        """
-        if self.v_head_dim == self.head_dim:
-            return self._engine_load_cpu_copy(kv_cache_cpu, indices, mamba_indices, req_pool_index)
-        copy_layers_from_host(kv_cache_cpu, self._layers(), indices, self.cpu_offloading_chunk_size)
-
-    def _move_kv_cache_impl(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copies tokens of all layers to other slots, as trees of drafted tokens require.
-
-        Replaces the engine's: its kernel needs tables that these pools lack, and its native move
-        takes token numbers for page numbers.
-        """
-        target, source = tgt_loc.view(-1).long(), src_loc.view(-1).long()
-        for layer in self._layers():
-            for rows in layer:
-                rows[target] = rows[source]
-
-    def _layers(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-        """Returns K and V of each layer as [tokens, heads, width]."""
-        return [
-            (k.view(-1, self.head_num, self.head_dim), v.view(-1, self.head_num, self.v_head_dim))
-            for k, v in zip(self.k_buffer, self.v_buffer)
-        ]
+    def load_cpu_copy(self, *copied: Any, **options: Any) -> None:
+        """Writes such a copy into token slots, see `pool_parts.load_mha`."""
+        load_mha(self, *copied, **options)
 
 
 class NPUMLATokenToKVPool:
@@ -73,53 +38,16 @@ class NPUMLATokenToKVPool:
         ("get_cpu_copy", "_engine_get_cpu_copy"),
         ("load_cpu_copy", "_engine_load_cpu_copy"),
     )
+    kv_buffer = missing_kv_buffer
+    get_mla_kv_buffer = get_missing_kv_buffer
 
-    def get_cpu_copy(
-        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
-    ) -> List[Any]:
-        """Copies these token slots, of shape [tokens], to the host; only for `load_cpu_copy`.
+    def get_cpu_copy(self, *slots: Any, **options: Any) -> List[Any]:
+        """Copies token slots to the host, see `pool_parts.copy_mla`."""
+        return copy_mla(self, *slots, **options)
 
-        Raises:
-            ValueError: With `SGLANG_USE_FIA_NZ`, the slots do not fill page after page.
-        """
-        if not self._is_tiled():
-            return self._engine_get_cpu_copy(indices, mamba_indices, req_pool_index)
-        return [copy_to_host(*part) for part in self._parts(indices)]
-
-    def load_cpu_copy(
-        self,
-        kv_cache_cpu: List[HostCopy],
-        indices: torch.Tensor,
-        mamba_indices: Any = None,
-        req_pool_index: Any = None,
-    ) -> None:
-        """Writes what `get_cpu_copy` returned into these token slots.
-
-        Raises:
-            ValueError: With `SGLANG_USE_FIA_NZ`, the slots do not fill page after page, or the copy
-                does not fit them or this pool.
-        """
-        if not self._is_tiled():
-            return self._engine_load_cpu_copy(kv_cache_cpu, indices, mamba_indices, req_pool_index)
-        for copied, part in zip(kv_cache_cpu, list(self._parts(indices)), strict=True):
-            copy_from_host(copied, *part)
-
-    @property
-    def kv_buffer(self) -> NoReturn:
-        """Missing here: CUDA's pools have this buffer, and code written for them reads it.
-
-        Raises:
-            AttributeError: Always, so that `hasattr` returns False as for the engine's pool.
-        """
-        raise AttributeError(
-            "NPU MLA pools have no kv_buffer: latents are in k_buffer, RoPE parts in v_buffer, "
-            "page by page. The code that reads it does not support NPUs; choose an attention "
-            "backend or cache that does, such as --attention-backend ascend"
-        )
-
-    def get_mla_kv_buffer(self, *asked: Any, **options: Any) -> NoReturn:
-        """Raises AttributeError; CUDA's attention backends call this."""
-        return self.kv_buffer
+    def load_cpu_copy(self, *copied: Any, **options: Any) -> None:
+        """Writes such a copy into token slots, see `pool_parts.load_mla`."""
+        load_mla(self, *copied, **options)
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copies tokens and their index keys to other slots, as trees of drafted tokens require.
@@ -136,10 +64,8 @@ class NPUMLATokenToKVPool:
                 f"parallelism (here {self.dcp_size}); use --speculative-eagle-topk 1, or neither "
                 "of the two"
             )
-        target, source = tgt_loc.view(-1).long(), src_loc.view(-1).long()
-        for layer in range(self.layer_num):
-            for rows in self._get_cpu_offload_layer_buffers(layer):
-                rows[target] = rows[source]
+        layers = map(self._get_cpu_offload_layer_buffers, range(self.layer_num))
+        move_tokens(layers, tgt_loc, src_loc)
 
     def _is_tiled(self) -> bool:
         """Returns whether pages hold latents and RoPE parts in tiles; packed records never are."""

@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.kv_layout import (
     memory_kind,
     total_heads,
 )
+from sglang.srt.disaggregation.pd.file_guard import check_engine_files
 from sglang.srt.disaggregation.pd.peer_silence import read_silent_seconds
 from sglang.srt.disaggregation.pd.pool_views import set_views
 from sglang.srt.disaggregation.pd.room_failures import read_release_seconds
@@ -91,6 +92,7 @@ def set_local_layout(kv_args: KVArgs, queue: Queue) -> None:
     """
     from sglang.srt.layers.dp_attention import get_attention_tp_rank, get_attention_tp_size
 
+    check_engine_files()
     read_silent_seconds()
     read_release_seconds()
     scheduler, pool = queue.scheduler, queue.token_to_kv_pool
