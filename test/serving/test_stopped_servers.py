@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
-from engine_release import SINCE_0_5_23
+from engine_release import IS_DEFAULT, SINCE_0_5_23
 from scheduler_dumps import dump_schedulers, longest_pause_ms, paused_in_mid_prompt
 from server_pairs import assert_freed
 from serving_checks import holds_nothing, stopped
@@ -43,6 +43,7 @@ LONG_PAUSE = 4  # seconds; stock's scheduler waits for a bootstrap server for 5
 # later.
 FAILURE_SECONDS = 40 if SINCE_0_5_23 else 80
 ROUNDS = 12  # of one request to each server, a second apart
+STOPS = 2 if IS_DEFAULT else 1  # of a decode server in mid-prompt; each takes half a minute
 
 
 @contextlib.contextmanager
@@ -125,10 +126,11 @@ def request_both(
 @pytest.mark.alone
 @pytest.mark.parametrize("backend", ["nixl", "mooncake", "ascend"])
 def test_stopped_decode_server_does_not_delay_the_other(backend, reference):
-    """The first decode server is stopped in mid-prompt twice, and is served again each time."""
-    long_prompts = [long_prompt(seed) for seed in range(3)]
+    """The first decode server is stopped in mid-prompt, and is served again each time."""
+    long_prompts = [long_prompt(seed) for seed in range(1 + STOPS)]
     answers = reference(SEVEN_LAYERS, NEW_TOKENS, [*prompts(), *long_prompts])
-    *right, at_first, once, again = [list(answer.ids) for answer in answers]
+    ids = [list(answer.ids) for answer in answers]
+    right, (at_first, *after_stops) = ids[: -len(long_prompts)], ids[-len(long_prompts) :]
     with two_decode_servers(backend) as servers, ThreadPoolExecutor(1) as pool:
         prefill, first, second = servers
 
@@ -141,7 +143,7 @@ def test_stopped_decode_server_does_not_delay_the_other(backend, reference):
         assert is_right(second)
         assert tokens(beside.result()[0]) == at_first
         before_ms, pause_ms, slowest = longest_pause_ms(dump_schedulers(prefill)), 0.0, 0.0
-        for prompt, expected in zip(long_prompts[1:], (once, again)):
+        for prompt, expected in zip(long_prompts[1:], after_stops):
             with contextlib.ExitStack() as while_it_stands:
                 with paused_in_mid_prompt(prefill, 3 * CHUNK) as reached:
                     lost = pool.submit(ask, prefill, first, prompt)
@@ -159,7 +161,7 @@ def test_stopped_decode_server_does_not_delay_the_other(backend, reference):
             assert answer.status_code >= 500 or tokens(answer) == expected, answer.text
             assert wait_until(lambda: is_right(first), PATIENCE, 1)
         assert_freed(*servers)
-    case = "decode server stopped twice in mid-prompt"
+    case = "decode server stopped in mid-prompt"
     record_attack(case, backend, "patched", pause_ms, [round(slowest, 2)], {}, before_ms=before_ms)
     assert is_in_time(slowest, AT_ONCE), slowest
     assert is_in_time(pause_ms - before_ms, ADDED_TO_STAGES_MS), (pause_ms, before_ms)
