@@ -2,7 +2,7 @@
 
 import pytest
 from engine_release import SINCE_0_5_18, nightly_if_not_default
-from server_pairs import LOGS, ask_both, assert_freed
+from server_pairs import LOGS, ask_both, assert_freed, skip_if_unsupported
 from serving_checks import record
 from serving_scenarios import SEVEN_LAYERS, model_folder
 
@@ -34,6 +34,7 @@ def servers(request):
     Over Mooncake prefill has two stages, each of which receives and refuses the request.
     """
     topology = Topology(backend=request.param, prefill_pp=2 if request.param == "mooncake" else 1)
+    skip_if_unsupported(topology, "patched")
     logs = LOGS / f"refused-{request.param}"
     given = (topology, "patched", model_folder(SEVEN_LAYERS), logs, *free_ports(1))
     environment = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30"}
