@@ -145,6 +145,13 @@ def test_writes_of_a_synchronous_engine_count_even_if_they_fail(log, sending, st
     assert tuple(facts) == SENT and (seconds is None) == (status != 0)
 
 
+def test_error_of_a_meter_fails_no_transfer(log, sending):
+    engine = SimpleNamespace(batch_transfer_sync=lambda *given: 0)
+    metered = MeteredEngine(engine, log, sending, None)  # nobody knows a rank's server
+    assert metered.batch_transfer_sync(RANK, [1], [2], [10]) == 0
+    assert not noted(log, "sent")
+
+
 class FakeAgent:
     """Replaces NIXL's agent, whose only transfer has a state."""
 
