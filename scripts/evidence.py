@@ -71,7 +71,7 @@ def measure_nightly() -> dict:
 
 def run_tests(*options: str) -> dict:
     status, seconds, output = run_timed(["scripts/test.sh", *options])
-    found = re.findall(r"^=*\s*((?:\d+ \w+,? ?)+) in ", output, re.MULTILINE)
+    found = re.findall(r"^(?:=+ )?((?:\d+ \w+,? ?)+) in ", output, re.MULTILINE)
     summary = "; ".join(found) if found else "pytest did not finish"
     return {"status": status, "seconds": seconds, "summary": summary}
 

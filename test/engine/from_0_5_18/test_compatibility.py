@@ -109,6 +109,16 @@ def test_request_that_fails_before_its_server_is_known_is_aborted_on_prefill(dec
     assert decode.aborted_rooms == [(bootstrap.address, ROOM)]
 
 
+def test_request_that_another_rank_fails_for_the_server_has_the_reason(backend, decode, bootstrap):
+    """The other rank had the server's sizes first; this one has them by now."""
+    bootstrap.sizes |= OTHER_PAGE_SIZE
+    receiver = RECEIVERS[backend](decode, bootstrap.address, ROOM)
+    assert decode.try_ensure_parallel_info(bootstrap.address)
+    with pytest.raises(KVTransferError, match="Page size"):
+        receiver.failure_exception()
+    assert not decode.failure_records
+
+
 KNOWN_OR_NOT_OWNED = [{"bootstrap_infos": [{}]}]
 if not IS_0_5_18:
     KNOWN_OR_NOT_OWNED.append({"_owns_bootstrap_room": False})

@@ -162,7 +162,7 @@ class HoldingReceiver(VerifyingReceiver, InterleavingReceiver):
         """Raises the reason. Extends the engine's: aborts the request on prefill, too."""
         self.takes_reason = True  # which the engine does after it clears the room
         self.abort_on_unknown_ranks()
-        self.record_silence()
+        self.record_reason()
         super().failure_exception()
 
 

@@ -93,6 +93,7 @@ class CommonKVReceiver(
         self.takes_reason = True  # which the engine does after it clears the room
         if self._owns_bootstrap_room:
             self.abort_on_unknown_ranks()
+            self.record_reason()
         super().failure_exception()
 
     def _clear(self) -> None:

@@ -63,10 +63,17 @@ class PrefillReceiver:
         manager.drop_server(self.bootstrap_addr)
         return True
 
-    def record_silence(self) -> None:
-        """Records again which prefill rank was silent. Before 0.5.23 the engine replaces that."""
-        if self.silence:
-            self.kv_mgr.record_failure(self.bootstrap_room, self.silence)
+    def record_reason(self) -> None:
+        """Records that a prefill rank was silent, or the server incompatible, if that is why.
+
+        Before 0.5.23 the engine replaces the former. Of the latter another decode rank may have
+        known first, whose vote has failed the request.
+        """
+        manager, room, why = self.kv_mgr, self.bootstrap_room, self.silence
+        if not why and room not in manager.failure_records:
+            why = manager.incompatibility(self.bootstrap_addr)
+        if why:
+            manager.record_failure(room, why)
 
     def abort_on_unknown_ranks(self) -> None:
         """Aborts a failed request on prefill if this rank does not know the ranks of prefill.
