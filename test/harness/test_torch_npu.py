@@ -21,9 +21,11 @@ from sglang_pd.patchset.patches import supported_releases
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 # (version, SHA-256) in each release's upstream image: 0.5.9 with CANN 8.5.0, later with CANN 9.
+FOR_CANN_9 = ("2.10.0", "4e14fa849000189c26b006be1d1700e2f46edda48c84a7de05efd9ce6786a215")
 WHEELS = {
     "0.5.9": ("2.8.0.post2", "684ec25bb0f40ce316ce15dc342cd2e3812437f0111abf7b247a3d733e1b1b99"),
-    "0.5.23": ("2.10.0", "4e14fa849000189c26b006be1d1700e2f46edda48c84a7de05efd9ce6786a215"),
+    "0.5.18": FOR_CANN_9,
+    "0.5.23": FOR_CANN_9,
 }
 PATCH_SOURCES = ["python/sglang", "python/engines", "test/npu", "python/pd_harness/device.py"]
 PATCH_SOURCES += ["test/support/rank_base.py", "test/support/engine_calls.py"]

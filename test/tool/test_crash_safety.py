@@ -1,8 +1,8 @@
 """Killed or failing at any write: status is correct, and revert restores every byte.
 
-At night also on the files that the patch set changes in each published engine; in releases other
-than the default, at every fifth write. A file takes three writes: every third would always be the
-same one of them.
+At night also on the files that the patch set changes in each published engine, of which each write
+takes a copy: at every fifth write of the default release, at every eleventh of the others. A file
+takes three writes: every third would always be the same one of them.
 """
 
 import errno
@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from toy import VERSION, Toy, start_forked, wait_forked, write
 
+from pd_harness.releases import default_release
 from sglang_pd.errors import ExitCode, Refusal
 from sglang_pd.grafting.graft import graft
 from sglang_pd.patchset import edits, patches
@@ -156,11 +157,8 @@ def bytes_before_and_after(toy, tmp_path):
 
 
 def change_numbers(toy) -> range:
-    """The numbers of the changes to try; goes on beyond the last change.
-
-    All changes of the toy; of a release every third one, since each takes a copy of its files.
-    """
-    return range(0, 1000, 1 if toy.version == VERSION else 3)
+    """The numbers of the changes to try; goes on beyond the last change."""
+    return range(0, 1000, {VERSION: 1, default_release(): 5}.get(toy.version, 11))
 
 
 def killed_copies(toy, tmp_path, work):

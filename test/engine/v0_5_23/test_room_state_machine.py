@@ -73,6 +73,7 @@ REFUSED = "too long"
 ADDRESS = "127.0.0.1:8998"
 ENDED = (KVPoll.Success, KVPoll.Failed)
 ABORTED = "Aborted by AbortReq."
+DROPPED = "Aborted on prefill"  # without a call, while decode waits; ours
 # What prefill records as the reason when decode aborts; None if it records nothing.
 DECODE_ABORT = {"nixl": "Aborted by decode-side abort notification.", "mooncake": None}
 WORKER_ARGUMENTS = {"nixl": (), "mooncake": (SimpleNamespace(_max_workers=1),)}
@@ -806,8 +807,13 @@ class Rooms(RuleBasedStateMachine):
             room.is_ending = True
 
     def end(self, room: PrefillRoom) -> None:
-        """Ends a room: those that wait are notified of a failure, which is remembered."""
+        """Ends a room: those that wait are notified of a failure, which is remembered.
+
+        A request has failed, too, if the scheduler drops it once all decode ranks wait for it.
+        """
         room.remembered = None
+        if room.request.status is None and room.is_requested():
+            room.reason, room.request.status = DROPPED, KVPoll.Failed
         if room.request.status == KVPoll.Failed:
             self.expect(room, KVPoll.Failed, room.reason, self.is_release_safe(room))
             informed = {one for one in room.decode_rooms if one.is_informed}
