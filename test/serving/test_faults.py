@@ -106,7 +106,7 @@ def test_incompatible_pair_is_refused_at_once(backend):
         row["after"] = "none: they can never be served"
     record("faults", **row)
     assert all((answer.failure or "").startswith("http 5") for answer in answers), answers
-    # When the first one fails, only another rank may know why.
+    # The rank that answers may not know the reason yet when another rank fails the first one.
     assert all("neither divides" in answer.failure for answer in answers[1:]), answers
     assert row["seconds"] <= REFUSED_SECONDS * row["pace"], row
 

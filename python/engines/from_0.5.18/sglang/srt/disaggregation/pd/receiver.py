@@ -64,10 +64,10 @@ class PrefillReceiver:
         return True
 
     def record_reason(self) -> None:
-        """Records that a prefill rank was silent, or the server incompatible, if that is why.
+        """Records why the request failed, if the engine's reason is missing or says less.
 
-        Before 0.5.23 the engine replaces the former. Of the latter another decode rank may have
-        known first, whose vote has failed the request.
+        Before 0.5.23 the engine overwrites that a prefill rank was silent. If another decode rank
+        found out first that the server is incompatible, this rank has recorded nothing.
         """
         manager, room, why = self.kv_mgr, self.bootstrap_room, self.silence
         if not why and room not in manager.failure_records:
