@@ -1,20 +1,24 @@
 """What went wrong in a fleet, read off its servers' metrics alone."""
 
 import contextlib
+import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 import zmq
 from disconnects import CLIENTS, disconnect_clients
+from scheduler_dumps import dump_environment, paused_in_mid_prompt
 from server_metrics import failures, name_for_decode, name_for_prefill, open_rooms, sums, total
 from server_pairs import LOGS, ask_both, assert_freed, assert_right_answers, make_pair, restart
-from serving_checks import stopped
-from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, model_folder, prompts
+from serving_checks import run_tool, stopped
+from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, long_prompt, model_folder, prompts
 from test_serving import rank_address
-from three_servers import HEARTBEATS, SILENT
+from three_servers import CHUNK, HEARTBEATS, SILENT
 
 from pd_harness import cluster
 from pd_harness.cluster import Server, Topology
@@ -36,6 +40,8 @@ FITS = {"input_ids": [5, 6, 7, 8]}
 SAMPLING = {"sampling_params": {"max_new_tokens": 2, "temperature": 0}}
 POOL = 2048  # tokens of prefill's pool
 BACKENDS = ["nixl", "mooncake"]
+# What prefill says of a write to a decode server that has died: NIXL knows that, Mooncake does not.
+LOST = {"nixl": "peer_lost", "mooncake": "transport"}
 
 
 @contextlib.contextmanager
@@ -45,7 +51,8 @@ def metered_pair(
     """Runs a prefill and a decode server with metrics; each has answered nothing yet."""
     topology, logs = Topology(backend, page_size=16), LOGS / f"metrics-{case}-{backend}"
     given = ("patched", model_folder(FIVE_LAYERS), logs, *free_ports(1))
-    both = {"metrics": True, "environment": {**SILENT, **HEARTBEATS, **environment}}
+    environment |= {**SILENT, **HEARTBEATS, **dump_environment(logs / "probe")}
+    both = {"metrics": True, "chunk": CHUNK, "environment": environment}
     prefill = cluster.prefill_server(topology, *given, max_tokens=POOL, **both)
     decode = cluster.decode_server(Topology(backend, page_size=decode_page), *given, **both)
     with cluster.running([prefill, decode]):
@@ -65,10 +72,11 @@ def assert_becomes(read, expected) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_clients_that_leave_are_told_from_failures(backend, reference):
+def test_clients_that_leave_are_told_from_failures(backend, reference, tmp_path):
     """Each request ends once on each server; those that clients left count as aborted."""
     label, topology = f"metrics-clients-{backend}", Topology(backend, prefill_pp=2)
-    servers = make_pair(label, topology, FIVE_LAYERS, metrics=True)
+    lines = {"SGLANG_PD_REQUEST_LOG": str(tmp_path)}
+    servers = make_pair(label, topology, FIVE_LAYERS, metrics=True, environment=lines)
     prefill, decode, _ = servers
     with cluster.running(servers):
         assert_right_answers(servers, reference(FIVE_LAYERS, NEW_TOKENS), PATIENCE)
@@ -88,6 +96,29 @@ def test_clients_that_leave_are_told_from_failures(backend, reference):
             assert {reason for _, reason in found} <= {"aborted_by_client", "aborted_by_peer"}
             assert {one for one, _ in found} <= {peer, "unknown"}, found
             assert not total(server, "lost_events_total")
+        assert_lines_agree(tmp_path, prefill, decode)
+
+
+def assert_lines_agree(folder: Path, prefill: Server, decode: Server) -> None:
+    """Asserts that request lines say what the metrics say, and that both servers' are joined."""
+    lines = [json.loads(line) for file in folder.iterdir() for line in file.open()]
+    successes = Counter(
+        one["side"] for one in lines if one["ended"] == "success" and "PP 0/" in one["rank"]
+    )
+    for side, server in {"prefill": prefill, "decode": decode}.items():
+        assert successes[side] == total(server, "requests_total", ended="success"), successes
+    _, found = run_tool("trace", str(folder), "--limit", "1000")
+    assert not found["unread_lines"]
+    served = [one for one in found["requests"] if one["ended"] == "success"]
+    assert len(prompts()) <= len(served) <= min(successes.values()), successes
+    for one in served:
+        assert one["prefill"].endswith(f":{name_for_decode(prefill)}"), one
+        assert one["decode"].endswith(f":{name_for_prefill(decode)}"), one
+        assert one["paths"] == ["whole"] and one["bytes"] > 0 < one["tokens"], one
+        assert {"sending"} <= one["seconds"]["prefill"].keys(), one
+        assert {"waiting", "queued"} <= one["seconds"]["decode"].keys(), one
+    written = sum(one["bytes"] for one in found["requests"])
+    assert written <= total(prefill, "transfer_bytes_total")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -98,16 +129,25 @@ def test_dead_and_stopped_decode_servers_are_named(backend):
         assert_becomes(lambda: sums(prefill, "peers", "kind").get(("patched",)), 1)
         with ThreadPoolExecutor(1) as pool:
             with stopped(decode):
-                lost = pool.submit(ask, prefill, decode)
+                waits = pool.submit(ask, prefill, decode)
                 assert_becomes(lambda: sums(prefill, "peers", "kind").get(("silent",)), 1)
-            lost.result()  # decode has it once it goes on
-        assert wait_until(lambda: ask(prefill, decode) == 200, PATIENCE, 1)
-        assert_becomes(lambda: sums(prefill, "peers", "kind").get(("silent",)), 0)
-        before = failures(prefill)
-        assert {one for one, _ in before} <= {peer, "unknown"}
-        decode.stop()
+            waits.result()  # decode has it once it goes on
+            assert wait_until(lambda: ask(prefill, decode) == 200, PATIENCE, 1)
+            assert_becomes(lambda: sums(prefill, "peers", "kind").get(("silent",)), 0)
+            assert {one for one, _ in failures(prefill)} <= {peer, "unknown"}
+            with paused_in_mid_prompt(prefill, 3 * CHUNK) as reached:
+                lost = pool.submit(ask, prefill, decode, {"input_ids": long_prompt(1)})
+                reached()
+                before = total(prefill, "failures_total", reason=LOST[backend])
+                decode.stop()
+            with contextlib.suppress(httpx.HTTPError):  # decode was to answer
+                lost.result()
+        assert_becomes(lambda: failures(prefill).get((peer, LOST[backend])), before + 1)
+        assert_becomes(lambda: sums(prefill, "peers", "kind").get(("silent",)), 1)
         restart(decode)
         assert wait_until(lambda: ask(prefill, decode) == 200, PATIENCE, 1)
+        assert_becomes(lambda: sums(prefill, "peers", "kind").get(("patched",)), 1)
+        assert_becomes(lambda: sums(prefill, "peers", "kind").get(("silent",)), 0)
         assert not total(prefill, "lost_events_total")
 
 
@@ -123,6 +163,10 @@ def test_dead_prefill_server_is_named(backend):
             assert_becomes(lambda: failures(decode), {(peer, "peer_lost"): 1})
             assert lost.result()[0].status_code >= 500
         assert total(decode, "requests_total", ended="failed") == 1
+        engine = str(cluster.engine_folder("patched"))
+        _, said = run_tool("doctor", "--engine", engine, "--backend", backend, "--url", decode.url)
+        (why,) = (one for one in said["findings"] if "last hour" in one["found"])
+        assert why["level"] == "warning" and why["found"].endswith(f":{peer}: 1 peer_lost"), why
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -31,7 +31,7 @@ def draw(series_of: Callable[[str], list[dict]], path: Path) -> None:
             axes.set_ylim(bottom=0)
             axes.set_xlabel("s")
             if axes.lines:
-                axes.legend(fontsize=5.5, loc="upper left")
+                axes.legend(fontsize=5.5, framealpha=0.6)
         figure.savefig(path, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
 
 
