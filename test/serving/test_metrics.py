@@ -3,7 +3,6 @@
 import contextlib
 import json
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ import httpx
 import pytest
 import zmq
 from disconnects import CLIENTS, disconnect_clients
+from engine_release import SINCE_0_5_18
 from scheduler_dumps import dump_environment, paused_in_mid_prompt
 from server_metrics import failures, name_for_decode, name_for_prefill, open_rooms, sums, total
 from server_pairs import LOGS, ask_both, assert_freed, assert_right_answers, make_pair, restart
@@ -36,6 +36,8 @@ pytestmark = [
 PATIENCE = 150  # seconds, for an answer; 0.5.9's decode may keep a failed request's pages for 70
 # For metrics to say so: a request that failed may end a minute later.
 SETTLE_SECONDS = 90
+WRITTEN_SECONDS = 3  # until request lines are in their files
+ABORTED, ANOTHER_RANK = {"aborted_by_client", "aborted_by_peer"}, "another_rank"
 FITS = {"input_ids": [5, 6, 7, 8]}
 SAMPLING = {"sampling_params": {"max_new_tokens": 2, "temperature": 0}}
 POOL = 2048  # tokens of prefill's pool
@@ -73,52 +75,63 @@ def assert_becomes(read, expected) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_clients_that_leave_are_told_from_failures(backend, reference, tmp_path):
-    """Each request ends once on each server; those that clients left count as aborted."""
+    """Each request ends once on each server; those that clients left count as aborted.
+
+    0.5.9 does not notice that a client has left if it has metrics, but has request lines without.
+    """
     label, topology = f"metrics-clients-{backend}", Topology(backend, prefill_pp=2)
-    lines = {"SGLANG_PD_REQUEST_LOG": str(tmp_path)}
-    servers = make_pair(label, topology, FIVE_LAYERS, metrics=True, environment=lines)
+    environment = {"SGLANG_PD_REQUEST_LOG": str(tmp_path)}
+    servers = make_pair(label, topology, FIVE_LAYERS, metrics=SINCE_0_5_18, environment=environment)
     prefill, decode, _ = servers
     with cluster.running(servers):
         assert_right_answers(servers, reference(FIVE_LAYERS, NEW_TOKENS), PATIENCE)
         assert disconnect_clients(servers, "both", seed=0) == 0
         assert_freed(prefill, decode)
-        for server, peer in (
-            (prefill, name_for_prefill(decode)),
-            (decode, name_for_decode(prefill)),
-        ):
-            assert_becomes(lambda server=server: open_rooms(server), {})
-            ended = sums(server, "requests_total", "ended")
-            assert sum(ended.values()) <= CLIENTS + len(prompts()), ended
-            assert ended.get(("aborted",), 0) > CLIENTS / 10, ended
-            # Those whose first rank learns only that another one has failed.
-            assert ended.get(("failed",), 0) < CLIENTS / 10, ended
-            found = failures(server)
-            assert {reason for _, reason in found} <= {"aborted_by_client", "aborted_by_peer"}
-            assert {one for one, _ in found} <= {peer, "unknown"}, found
-            assert not total(server, "lost_events_total")
-        assert_lines_agree(tmp_path, prefill, decode)
+        if SINCE_0_5_18:
+            for server, peer in (
+                (prefill, name_for_prefill(decode)),
+                (decode, name_for_decode(prefill)),
+            ):
+                assert_becomes(lambda server=server: open_rooms(server), {})
+                assert_aborts_are_counted(server, peer)
+        time.sleep(WRITTEN_SECONDS)
+        lines = [json.loads(line) for file in tmp_path.iterdir() for line in file.open()]
+        for side, server in {"prefill": prefill, "decode": decode}.items():
+            of_side = [one for one in lines if one["side"] == side]
+            failed = {one["room"]: one["kind"] for one in of_side if one["ended"] == "failed"}
+            assert len(failed) > CLIENTS / 10 and set(failed.values()) <= {*ABORTED, ANOTHER_RANK}
+            served = [
+                one for one in of_side if one["ended"] == "success" and " PP 0/" in one["rank"]
+            ]
+            if SINCE_0_5_18:
+                assert len(served) == total(server, "requests_total", ended="success")
+        assert_joined(tmp_path, prefill, decode)
 
 
-def assert_lines_agree(folder: Path, prefill: Server, decode: Server) -> None:
-    """Asserts that request lines say what the metrics say, and that both servers' are joined."""
-    lines = [json.loads(line) for file in folder.iterdir() for line in file.open()]
-    successes = Counter(
-        one["side"] for one in lines if one["ended"] == "success" and "PP 0/" in one["rank"]
-    )
-    for side, server in {"prefill": prefill, "decode": decode}.items():
-        assert successes[side] == total(server, "requests_total", ended="success"), successes
+def assert_aborts_are_counted(server: Server, peer: str) -> None:
+    ended = sums(server, "requests_total", "ended")
+    assert sum(ended.values()) <= CLIENTS + len(prompts()), ended
+    assert ended.get(("aborted",), 0) > CLIENTS / 10, ended
+    # Those whose first rank learns only that another one has failed.
+    assert ended.get(("failed",), 0) < CLIENTS / 10, ended
+    found = failures(server)
+    assert {reason for _, reason in found} <= ABORTED, found
+    assert {one for one, _ in found} <= {peer, "unknown"}, found
+    assert not total(server, "lost_events_total")
+
+
+def assert_joined(folder: Path, prefill: Server, decode: Server) -> None:
+    """Asserts that `sglang-pd trace` joins both servers' lines of each request that was served."""
     _, found = run_tool("trace", str(folder), "--limit", "1000")
     assert not found["unread_lines"]
     served = [one for one in found["requests"] if one["ended"] == "success"]
-    assert len(prompts()) <= len(served) <= min(successes.values()), successes
+    assert len(served) >= len(prompts())
     for one in served:
         assert one["prefill"].endswith(f":{name_for_decode(prefill)}"), one
         assert one["decode"].endswith(f":{name_for_prefill(decode)}"), one
         assert one["paths"] == ["whole"] and one["bytes"] > 0 < one["tokens"], one
-        assert {"sending"} <= one["seconds"]["prefill"].keys(), one
+        assert "sending" in one["seconds"]["prefill"], one
         assert {"waiting", "queued"} <= one["seconds"]["decode"].keys(), one
-    written = sum(one["bytes"] for one in found["requests"])
-    assert written <= total(prefill, "transfer_bytes_total")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
