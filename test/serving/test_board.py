@@ -5,6 +5,7 @@ import time
 import pytest
 from board_picture import draw
 from disconnects import disconnect_clients
+from engine_release import SINCE_0_5_18
 from server_pairs import LOGS
 from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, prompts
 from test_shared_fleet import DECODES, PREFILLS, make_shared_fleet, sizes
@@ -27,6 +28,10 @@ ALERTS = cluster.CHECKOUT / "docs" / "alerts.yml"
 ROUNDS, PATIENCE = 4, 120
 SETTLE_SECONDS = 90  # for metrics to say so
 SHOULD_BE_ZERO = "What should be zero"
+# 0.5.9 with metrics does not notice that clients have left, so that nothing fails there.
+FAILURES = () if SINCE_0_5_18 else ("Failures by reason", "Failures by peer")
+# Two cores are busy with four servers and 200 clients.
+ALERTS_OF_LOAD = {"SglangPdDecodeWaits", "SglangPdPrefillWaits", "SglangPdStalls"}
 VERIFY = {"SGLANG_PD_VERIFY": "1"}
 SIDES = ("prefill", "decode")
 
@@ -72,7 +77,7 @@ def test_every_query_of_the_board_has_series(scraped_fleet):
     for panel in PANELS:
         for query in panel.queries.values():
             found = prometheus.query_range(store, prometheus.in_grafana(query), start, end)
-            assert found or panel.title == SHOULD_BE_ZERO, (panel.title, query)
+            assert found or panel.title in (SHOULD_BE_ZERO, *FAILURES), (panel.title, query)
             if panel.title == SHOULD_BE_ZERO:
                 assert not any(float(value) for one in found for _, value in one["values"]), found
 
@@ -92,7 +97,7 @@ def test_board_can_be_drawn(scraped_fleet):
 
 def test_no_alert_fires_on_servers_that_are_right(scraped_fleet):
     store, *_ = scraped_fleet
-    assert prometheus.firing_alerts(store) <= {"SglangPdDecodeWaits", "SglangPdStalls"}
+    assert prometheus.firing_alerts(store) <= ALERTS_OF_LOAD
 
 
 def test_each_side_counts_each_request_once(scraped_fleet):
