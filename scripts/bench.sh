@@ -5,7 +5,7 @@
 #        scripts/bench.sh cpu-copy [--json FILE]
 #        scripts/bench.sh serve [--json FILE] [--only WORD] [--rounds N]
 #        scripts/bench.sh verify [--json FILE] [--rounds N]
-#        scripts/bench.sh metrics [--json FILE] [--rounds N]
+#        scripts/bench.sh metrics [--json FILE] [--starts N] [--rounds N]
 #        scripts/bench.sh wire [--json FILE] [--only WORD] [--device cuda]
 #        scripts/bench.sh heads [--json FILE] [--only WORD] [--rounds N]
 #        scripts/bench.sh scale [--json FILE] [--only BACKEND] [--ranks N]... [--rounds N]
@@ -20,7 +20,8 @@
 #   verify        SGLANG_PD_VERIFY: digests against memcpy, and the time to the first token without
 #                 and with it; ten minutes
 #   metrics       the time to the first token without and with metrics, and with request lines, in
-#                 turns; a quarter of an hour; status 1 if they cost over 1 %, or the noise
+#                 turns; a quarter of an hour; status 1 if they cost over 1 %, and more than equal
+#                 servers differ; --starts N starts all servers N times
 #   wire          KV heads between TP sizes over NIXL, packed beside sliced and one flat write, by
 #                 shared memory and over TCP; a quarter of an hour; status 1 if packed is slower
 #   heads         the same on real servers, beside equal TP, in turns: time to the first token of

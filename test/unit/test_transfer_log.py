@@ -283,6 +283,13 @@ def test_ranks_drop_a_peer_at_the_same_time(tmp_path):
     assert known(2001 + series_module.PEER_SECONDS) == [False, False]
 
 
+def test_peer_is_touched_once_a_minute(tmp_path):
+    activity = PeerActivity(tmp_path)
+    for second, noted in ((100.0, 100.0), (159.0, 100.0), (160.0, 160.0)):
+        activity.note(PEER, second)
+        assert activity.last(PEER) == noted
+
+
 def test_unchanged_series_are_not_written(tmp_path):
     series = Series()
     series.add(series_module.MALFORMED, 1, "prefill")
@@ -595,9 +602,15 @@ def test_stalls_are_counted():
     assert 1.0 <= found["sglang_pd_stall_seconds_total", "prefill", "inflight"] < 5.0
 
 
-def test_log_is_off_by_default(monkeypatch):
+@pytest.mark.parametrize("beside_the_engines", [False, True])
+def test_log_is_off_by_default_and_with_the_engines_metrics_alone(
+    monkeypatch, tmp_path, beside_the_engines
+):
     for name in ("SGLANG_PD_REQUEST_LOG", "PROMETHEUS_MULTIPROC_DIR"):
         monkeypatch.delenv(name, raising=False)
+    if beside_the_engines:
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+        monkeypatch.setenv("SGLANG_PD_METRICS", "0")
     log, threads = TransferLog(), threading.active_count()
     log.start("prefill", "TP 0/1", "nixl", True, dict)
     log.opened(7, "rid", PEER, 5)

@@ -16,6 +16,7 @@ from typing import Dict, List, Tuple
 from .series import Labels, Metric, Series, sample_names
 
 VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+SWITCH = "SGLANG_PD_METRICS"  # 0: the engine's own metrics alone
 _SUM, _LARGEST = "gauge_livesum", "gauge_livemax"
 _PREFIXES = ("counter", "histogram", _SUM, _LARGEST)
 # Series whose samples' names are remembered; a server has fewer.
@@ -25,8 +26,8 @@ _NUMBER = struct.Struct("dd")
 
 
 def metrics_folder() -> str:
-    """Returns the folder of the engine's metrics; empty without `--enable-metrics`."""
-    return os.environ.get(VARIABLE, "")
+    """Returns the folder of the engine's metrics; empty without any, or if ours are off."""
+    return "" if os.environ.get(SWITCH) == "0" else os.environ.get(VARIABLE, "")
 
 
 class SeriesFiles:

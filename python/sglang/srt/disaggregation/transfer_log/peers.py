@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Dict, Optional
 
 
+# A peer's file is touched at most so often: a server may have many peers.
+TOUCH_SECONDS = 60.0
+
+
 class PeerActivity:
-    """Last events by peer; ranks that have the same folder share them."""
+    """Last events by peer, to the minute; ranks that have the same folder share them."""
 
     def __init__(self, folder: Optional[Path] = None):
         """folder: Where files are touched, one for each peer; None to keep times in memory."""
@@ -26,11 +30,13 @@ class PeerActivity:
         Raises:
             OSError: The folder is gone or full.
         """
-        self._last[peer] = second
+        if second - self._last.get(peer, -TOUCH_SECONDS) < TOUCH_SECONDS:
+            return
         if self.folder is not None:
             path = self._path(peer)
             path.touch()
             os.utime(path, (second, second))
+        self._last[peer] = second
 
     def last(self, peer: str) -> float:
         """Returns when something last happened with a peer that was noted here."""
