@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 from typing import Dict, Optional
 
-
 # A peer's file is touched at most so often: a server may have many peers.
 TOUCH_SECONDS = 60.0
 
