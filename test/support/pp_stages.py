@@ -164,6 +164,7 @@ class TransferStage(Stage):
         self.free = ReqToMetadataIdxAllocator(len(rids))
         self.disagg_decode_prealloc_queue = object.__new__(DecodePreallocQueue)
         self.disagg_decode_prealloc_queue.queue = []
+        self.disagg_decode_prealloc_queue.kv_manager = None  # which would note what happens
         queue = self.disagg_decode_transfer_queue = object.__new__(DecodeTransferQueue)
         queue.__dict__.update(
             queue=[],

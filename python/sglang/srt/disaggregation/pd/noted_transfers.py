@@ -38,7 +38,9 @@ class NotedTransfers:
         Raises:
             OSError: `SGLANG_PD_REQUEST_LOG` names a folder that cannot be written.
         """
-        if self.transfer_log.is_on:  # buffers are registered again after a pause
+        shows_metrics = getattr(getattr(self, "server_args", None), "enable_metrics", True)
+        # Buffers are registered again after a pause.
+        if self.transfer_log.is_on or not TransferLog.is_wanted(shows_metrics):
             return
         is_prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
         is_first_rank = not (self.attn_tp_rank or self.pp_rank or getattr(self, "attn_cp_rank", 0))
@@ -48,10 +50,8 @@ class NotedTransfers:
             self.backend_name,
             is_first_rank,
             self.decode_kinds if is_prefill else self.prefill_kinds,
-            getattr(getattr(self, "server_args", None), "enable_metrics", True),
+            shows_metrics,
         )
-        if not self.transfer_log.is_on:
-            return
         meter = (self.transfer_log, self.now_sending, self.server_of)
         if hasattr(self, "agent"):
             self.agent = MeteredAgent(self.agent, *meter)

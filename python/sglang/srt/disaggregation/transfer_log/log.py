@@ -17,7 +17,7 @@ from typing import Any, Callable, Deque, Dict, Optional, Set, Tuple
 
 from .files import SeriesFiles, metrics_folder
 from .peers import PeerActivity
-from .records import RecordFile, record_file
+from .records import RecordFile, record_file, records_folder
 from .rooms import Rooms
 from .series import LOST_EVENTS, Series
 
@@ -39,6 +39,11 @@ class TransferLog:
     """
 
     _events: Optional[Deque[Tuple]] = None
+
+    @staticmethod
+    def is_wanted(shows_metrics: bool = True) -> bool:
+        """Returns whether `start` would start anything."""
+        return bool(metrics_folder() and shows_metrics or records_folder())
 
     def start(
         self,

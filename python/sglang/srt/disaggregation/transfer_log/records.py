@@ -67,13 +67,18 @@ class RecordFile:
         self._start = b""
 
 
+def records_folder() -> str:
+    """Returns the folder for records; empty if none are to be written."""
+    return os.environ.get(VARIABLE, "")
+
+
 def record_file(side: str, rank: str) -> Optional[RecordFile]:
     """Returns the file in the folder that `SGLANG_PD_REQUEST_LOG` names; None if it is unset.
 
     Raises:
         OSError: The folder cannot be written; the server must not start.
     """
-    folder = os.environ.get(VARIABLE)
+    folder = records_folder()
     if not folder:
         return None
     # Hosts may share the folder.
