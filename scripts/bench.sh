@@ -5,6 +5,7 @@
 #        scripts/bench.sh cpu-copy [--json FILE]
 #        scripts/bench.sh serve [--json FILE] [--only WORD] [--rounds N]
 #        scripts/bench.sh verify [--json FILE] [--rounds N]
+#        scripts/bench.sh metrics [--json FILE] [--starts N] [--rounds N]
 #        scripts/bench.sh wire [--json FILE] [--only WORD] [--device cuda]
 #        scripts/bench.sh heads [--json FILE] [--only WORD] [--rounds N]
 #        scripts/bench.sh scale [--json FILE] [--only BACKEND] [--ranks N]... [--rounds N]
@@ -18,6 +19,9 @@
 #                 requests per second; half an hour; status 1 if patched is slower beyond the noise
 #   verify        SGLANG_PD_VERIFY: digests against memcpy, and the time to the first token without
 #                 and with it; ten minutes
+#   metrics       the time to the first token without and with metrics, and with request lines, in
+#                 turns; a quarter of an hour; status 1 if they cost over 1 %, and more than equal
+#                 servers differ; --starts N starts all servers N times
 #   wire          KV heads between TP sizes over NIXL, packed beside sliced and one flat write, by
 #                 shared memory and over TCP; a quarter of an hour; status 1 if packed is slower
 #   heads         the same on real servers, beside equal TP, in turns: time to the first token of
@@ -38,13 +42,13 @@ set -- "${words[@]}"
 case ${1:-} in
     plan) python=("$root/scripts/cpu_host.sh" --engine stock python) ;;
     cpu-copy | verify | wire) python=("$root/scripts/cpu_host.sh" python) ;;
-    serve | scale | heads)
+    serve | scale | heads | metrics)
         # `packages` has what makes the models.
         path="$root/python:$root/.pd-env/$SGLANG_PD_RELEASE/packages"
         python=(env "PYTHONPATH=$path" "$root/.pd-env/base/bin/python")
         ;;
     *)
-        echo "bench: '${1:-}' is not plan, cpu-copy, serve, verify, wire, heads or scale; see --help" >&2
+        echo "bench: '${1:-}' is not plan, cpu-copy, serve, verify, metrics, wire, heads or scale; see --help" >&2
         exit 2
         ;;
 esac

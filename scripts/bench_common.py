@@ -61,6 +61,14 @@ DIGESTS |= {"digests, ms": "{digest ms:.0f}"}
 FIRST_TOKEN = {"prompt, tokens": "{tokens:,}", "without, ms": "{off:.0f}", "with, ms": "{on:.0f}"}
 FIRST_TOKEN |= {"ratio": "{ratio:.2f}", "noise": "{noise:.2f}"}
 
+FIRST_TOKEN_BY_MODE = {"prompt, tokens": "{tokens:,}", "off, ms": "{ms[off]:.1f}"}
+FIRST_TOKEN_BY_MODE |= {"off again": "{ratio[off again]:.3f}", "lines": "{ratio[lines]:.3f}"}
+FIRST_TOKEN_BY_MODE |= {"engine's metrics, ms": "{ms[engine metrics]:.1f}"}
+FIRST_TOKEN_BY_MODE |= {"ours beside them": "{ratio[metrics]:.3f}", "equal servers": "{spread:.3f}"}
+
+NOTES = {"decode servers": "{peers:d}", "to note a request, us": "{note_us:.1f}"}
+NOTES |= {"the log's thread, ms a second": "{thread_ms:.2f}", "share": "{share:.4f}"}
+
 SCALE = {"backend": "{backend}", "ranks": "{ranks:d}", "engine": "{engine}"}
 SCALE |= {"known s": "{meet_s:.3g}", "CPU s": "{meet_cpu_s:.3g}"}
 SCALE |= {"ms per pair": "{meet_ms_a_pair:.3g}"}

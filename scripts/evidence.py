@@ -108,6 +108,7 @@ MEASURE: dict[str, Callable[[], dict]] = {
     "cpu-copy": functools.partial(run_bench, "cpu-copy"),
     "serve": functools.partial(run_bench, "serve"),
     "verify": functools.partial(run_bench, "verify"),
+    "metrics": functools.partial(run_bench, "metrics"),
     "wire": functools.partial(run_bench, "wire"),
     "heads": functools.partial(run_bench, "heads"),
     "scale": functools.partial(run_bench, "scale"),

@@ -2,8 +2,8 @@
 # Measure what this project claims, and write docs/evidence/RELEASE.md from the measurements.
 #
 # usage: scripts/evidence.sh [--release RELEASE]
-#                            [setup|demo|tests|nightly|planning|cpu-copy|serve|verify|wire|heads
-#                             |scale|report...]
+#                            [setup|demo|tests|nightly|planning|cpu-copy|serve|verify|metrics|wire
+#                             |heads|scale|report...]
 #
 #   setup    scripts/setup.sh in a fresh copy of the checkout, cold and warm, and its size
 #   demo     scripts/demo.sh on the patched engine and with --stock
@@ -13,6 +13,7 @@
 #   cpu-copy scripts/bench.sh cpu-copy, likewise
 #   serve    scripts/bench.sh serve, likewise
 #   verify   scripts/bench.sh verify, likewise
+#   metrics  scripts/bench.sh metrics, likewise
 #   wire     scripts/bench.sh wire, likewise
 #   heads    scripts/bench.sh heads, likewise
 #   scale    scripts/bench.sh scale, likewise

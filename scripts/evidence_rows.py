@@ -28,7 +28,7 @@ KEYS = {
     "soak": ("fleet",),
     "verify": ("scenario",),
 }
-BENCHES = ("plan", "cpu-copy", "serve", "verify", "wire", "wire-cuda", "heads", "scale")
+BENCHES = ("plan", "cpu-copy", "serve", "verify", "metrics", "wire", "wire-cuda", "heads", "scale")
 
 
 def latest_rows(kind: str) -> list[dict]:

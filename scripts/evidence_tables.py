@@ -9,7 +9,9 @@ from bench_common import (
     CPU_COPY,
     DIGESTS,
     FIRST_TOKEN,
+    FIRST_TOKEN_BY_MODE,
     GROWTH,
+    NOTES,
     PLAN,
     PLAN_PACKED,
     SCALE,
@@ -37,7 +39,7 @@ ENGINE_PAIRS = ("stock", "patched", "stock-to-patched", "patched-to-stock")
 def report_lines() -> list[str]:
     """The lines of the whole report."""
     measured = (planning, packed_heads, cpu_copy, scenarios, drafts, serving_speed, scale)
-    proven = (verified, verify_cost)
+    proven = (verified, verify_cost, metrics_cost)
     attacked = (faults, attacks, hang_ups, event_loop, back_off, soak)
     return [
         f"# Evidence: SGLang {RELEASE}",
@@ -280,6 +282,24 @@ same pages. Without the variable nothing is computed, stored or sent."""
     return [
         *section(digests, DIGESTS, bench_rows("verify", "digests")),
         *section(first_token, FIRST_TOKEN, bench_rows("verify", "serving")),
+    ]
+
+
+def metrics_cost() -> list[str]:
+    """A table of times to the first token, without and with metrics."""
+    text = """\
+The cost of metrics (`scripts/bench.sh metrics`): milliseconds to the first token over NIXL, TP 1 to
+1, in turns. To those with nothing noted: the ratio of equal servers, and of such with request lines
+(`SGLANG_PD_REQUEST_LOG`). To those with the engine's own metrics alone (`SGLANG_PD_METRICS=0`): the
+ratio of such with ours. The last column: how far apart the ratios of equal servers were."""
+    own = """\
+Processor time of a prefill rank's log, for 50 requests a second of four chunks each: what the
+scheduler and the workers take to note a request, what the log's thread takes, and the share of the
+shortest time to the first token above that both take."""
+    return [
+        *section(text, FIRST_TOKEN_BY_MODE, bench_rows("metrics", "serving")),
+        *section(own, NOTES, bench_rows("metrics", "log")),
+        *misses("metrics"),
     ]
 
 

@@ -51,7 +51,7 @@ SYSTEM_LIBRARIES = {
     "libcurl.so.4": "libcurl4",
 }
 # Programs that some tests run, and their Debian packages; the tests are skipped without them.
-PROGRAMS = {"quilt": "quilt"}
+PROGRAMS = {"quilt": "quilt", "promtool": "prometheus"}
 
 # In every environment: the release's packages before base's, this checkout, and the CPU host if
 # its variable is set.

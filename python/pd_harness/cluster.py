@@ -283,6 +283,7 @@ def engine_server(
     idle_sleep: bool = True,
     kv_dtype: str = "auto",
     draft: Path | None = None,
+    metrics: bool = False,
     options: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
     fork: bool = True,
@@ -292,10 +293,10 @@ def engine_server(
     ``chunk`` is how many tokens of a prompt are prefilled at once; with ``overlap`` the engine
     schedules a batch while it computes the previous one; with ``idle_sleep`` an idle scheduler
     yields its core (`cpu_host.idle`). ``kv_dtype`` is the KV pool's dtype, "auto" the model's.
-    With ``draft``, a draft model's folder, the server speculates. ``options`` are added to its
-    command, ``environment`` to its environment. With ``fork`` its processes are forks where
-    possible, see `forks`. On NPUs each rank has one, from ``first_npu`` on; attention and page
-    size are then fixed, and nothing is forked.
+    With ``draft``, a draft model's folder, the server speculates; with ``metrics`` it has
+    ``/metrics``. ``options`` are added to its command, ``environment`` to its environment. With
+    ``fork`` its processes are forks where possible, see `forks`. On NPUs each rank has one, from
+    ``first_npu`` on; attention and page size are then fixed, and nothing is forked.
     """
     port, nccl_port = free_ports(2)
     on_npu = device() == "npu"
@@ -317,6 +318,9 @@ def engine_server(
         command += ["--disable-overlap-schedule"]
     if draft is not None:
         command += ["--speculative-draft-model-path", str(draft), *DRAFT_OPTIONS]
+    if metrics:
+        command += ["--enable-metrics"]
+        fork = False  # the engine imports its metrics' library only once it has set a folder
     if on_npu:
         command += ["--base-gpu-id", str(first_npu), "--disable-cuda-graph"]
         host = {}

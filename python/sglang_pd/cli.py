@@ -392,6 +392,58 @@ def plan(
     raise typer.Exit(0 if summaries[0].works else int(ExitCode.INCOMPATIBLE))
 
 
+@command
+def trace(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Files, or folders of files, that SGLANG_PD_REQUEST_LOG had written."),
+    ],
+    room: Annotated[int | None, typer.Option(help="Show the time of this room's request.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only requests that failed.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="How many of the slowest to show.")] = 20,
+    picture: Annotated[
+        Path | None, typer.Option(help="With --room: draw its time into this .svg or .png file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Joins both servers' lines of each request, and shows how long each part of it took.
+
+    Exit code: 0; 21 there is no such request; 20 --picture needs matplotlib.
+    """
+    from sglang_pd.trace import show as view
+    from sglang_pd.trace.picture import draw
+    from sglang_pd.trace.requests import read
+
+    if picture and room is None:
+        raise typer.BadParameter("--picture needs --room")
+    found = read(path for given in files for path in _trace_files(given))
+    chosen = [
+        one for one in found.requests if room in (None, one.room) and (one.failure or not failed)
+    ]
+    if not chosen:
+        what = f"room {room}" if room is not None else "a request"
+        text = f"no line of {what} in {', '.join(map(str, files))}"
+        raise Refusal(ExitCode.NO_REQUEST, text)
+    if room is None:
+        chosen = sorted(chosen, key=lambda one: -one.total)[:limit]
+    if as_json:
+        print_json(view.as_json(chosen, found.unread))
+    elif room is None:
+        view.show(found, chosen, out)
+    else:
+        for request in chosen:
+            view.show_request(request, out)
+    if picture:
+        try:
+            draw(chosen[-1], picture)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+
+def _trace_files(given: Path) -> list[Path]:
+    return sorted(given.rglob("*.jsonl")) if given.is_dir() else [given]
+
+
 def _split_compare(text: str) -> tuple[str, str]:
     prefill, colon, decode = text.partition(":")
     if not colon:

@@ -24,6 +24,7 @@ class ExitCode(IntEnum):
     NO_MODEL = 18
     INCOMPATIBLE = 19
     NO_PICTURE = 20
+    NO_REQUEST = 21
 
 
 class Refusal(Exception):

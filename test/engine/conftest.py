@@ -38,7 +38,8 @@ FOLDERS = {
 }
 collect_ignore = sorted(set().union(*FOLDERS.values()) - FOLDERS[release()])
 if not PATCHED:
-    collect_ignore += ["test_npu_dry_run.py", "test_verify.py", "v0_5_18"]
+    collect_ignore += ["test_noted_transfers.py", "test_npu_dry_run.py", "test_verify.py"]
+    collect_ignore += ["v0_5_18"]
     # What the stock engine lacks of what later releases share.
     collect_ignore += [
         "v0_5_23/test_bootstrap_messages.py",

@@ -162,6 +162,17 @@ def test_bootstrap_server_collects_reports(monkeypatch):
     assert [(rank["at"], rank["requests"]) for rank in answer["ranks"]] == [("a:1", 2), ("c:3", 3)]
 
 
+def test_report_counts_requests_by_buffer(monkeypatch):
+    monkeypatch.setattr(verify_reports, "MAX_DIFFERENCES", 2)
+    made = verify_reports.VerifyReport("TP 0/1 PP 0/1", "a:1")
+    made.add(["k and v"], {"k": "room 1", "v": "room 1"}, 0.1, 0.2)
+    made.add(["k and w"], {"k": "room 2", "w": "room 2"}, 0.1, 0.2)
+    made.add([], {}, 0.1, 0.2)
+    found = {what: (one.requests, one.example) for what, one in made.differing.items()}
+    assert found == {"k": (2, "room 1"), "v": (1, "room 1")}
+    assert (made.requests, made.failed, made.said) == (3, 2, ["k and v", "k and w"])
+
+
 @pytest.mark.parametrize("body", [b"", b"junk", b"[1]", b'{"decode": 3, "at": "x"}'])
 def test_invalid_report_is_refused(monkeypatch, body):
     monkeypatch.setenv("SGLANG_PD_VERIFY", "1")

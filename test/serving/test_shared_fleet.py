@@ -79,11 +79,16 @@ class SharedFleet:
 
 
 def make_shared_fleet(
-    name: str, model: TinyModel, prefills: dict, decodes: dict, **environment
+    name: str,
+    model: TinyModel,
+    prefills: dict,
+    decodes: dict,
+    metrics: bool = False,
+    **environment,
 ) -> SharedFleet:
     """Makes patched servers of these topologies, of which each server uses its own side."""
     given = ("patched", model_folder(model), LOGS / name, *free_ports(1))
-    both = {"overlap": True, "environment": environment}
+    both = {"overlap": True, "metrics": metrics, "environment": environment}
 
     def made(make, role: str, topologies: dict) -> dict[str, cluster.Server]:
         return {

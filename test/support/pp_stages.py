@@ -128,6 +128,7 @@ class PrefillStage(Stage):
             scheduler=self,
             tp_rank=0,
             pp_size=2,  # more than one, as 0.5.18 asks
+            kv_manager=None,  # it would note what happens
         )
         self.token_to_kv_pool_allocator = queue.token_to_kv_pool
         self.server_args.optimistic_prefill_attempts = 0
@@ -164,6 +165,7 @@ class TransferStage(Stage):
         self.free = ReqToMetadataIdxAllocator(len(rids))
         self.disagg_decode_prealloc_queue = object.__new__(DecodePreallocQueue)
         self.disagg_decode_prealloc_queue.queue = []
+        self.disagg_decode_prealloc_queue.kv_manager = None
         queue = self.disagg_decode_transfer_queue = object.__new__(DecodeTransferQueue)
         queue.__dict__.update(
             queue=[],

@@ -63,6 +63,7 @@ class Rank(RankBase):
     def _scheduler_attributes(self) -> dict:
         server_args = SimpleNamespace(
             host=HOST,
+            port=30000,
             disaggregation_bootstrap_port=self.config.bootstrap_port,
             disaggregation_ib_device=None,
             dist_init_addr=None,

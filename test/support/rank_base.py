@@ -483,6 +483,10 @@ class RankBase(PackingCommands):
         """Records the writes of this prefill rank from now on; see `writes_outside`."""
         self.write_log = WriteLog(self.manager)
 
+    def written(self) -> dict:
+        """Counts the writes since `record_writes`, and their bytes."""
+        return {"count": len(self.write_log), "bytes": self.write_log.size()}
+
     def writes_outside(self, ranges: list[list[int]]) -> dict:
         """Counts the writes since `record_writes`, and lists those outside of these ranges.
 
@@ -501,10 +505,28 @@ class RankBase(PackingCommands):
         return [[int(ptr), int(size)] for ptr, size in zip(ptrs, lens)]
 
     def verify_results(self) -> dict:
-        """Returns this decode rank's comparisons by prefill rank, and the mismatches."""
+        """Returns this decode rank's comparisons by prefill rank, and the mismatches.
+
+        `differing` has for each buffer and pair of ranks how many requests differed there.
+        """
         (report,) = self.manager.kv_args.verifier.reports.by_address.values()
         pairs = {who: msgspec.structs.asdict(count) for who, count in report.pairs.items()}
-        return {"pairs": pairs, "said": report.said}
+        differing = {what: one.requests for what, one in report.differing.items()}
+        return {"pairs": pairs, "said": report.said, "differing": differing}
+
+    def note_request(self, room: int) -> None:
+        """Notes a request in the manager's log, as the scheduler's queue does."""
+        from sglang.srt.disaggregation.pd.noted_requests import note_request
+
+        req = SimpleNamespace(bootstrap_host=HOST, bootstrap_room=room, rid=f"rid-{room}")
+        req.origin_input_ids = range(5)
+        note_request(self.manager, req, self.bootstrap_address)
+
+    def transfer_log(self) -> dict:
+        """Returns whether the manager keeps a log, and whether its transport is metered."""
+        transport = getattr(self.manager, "agent", None) or self.manager.engine
+        is_metered = type(transport).__name__.startswith("Metered")
+        return {"is_on": self.manager.transfer_log.is_on, "is_metered": is_metered}
 
     def count_early_connections(self) -> dict:
         """Counts NIXL's early connections to decode ranks since the first call."""

@@ -104,4 +104,5 @@ def server_args(config: dict) -> ServerArgs:
         disaggregation_mode=config["role"],
         disaggregation_transfer_backend=config["backend"],
         disaggregation_bootstrap_port=config["bootstrap_port"],
+        enable_metrics=True,  # shown if PROMETHEUS_MULTIPROC_DIR names a folder
     )

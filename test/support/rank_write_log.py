@@ -31,10 +31,15 @@ class WriteLog:
     def __len__(self) -> int:
         return len(self._done)
 
+    def size(self) -> int:
+        """Returns the bytes of all writes."""
+        return sum(int(length) for _, length in self._done)
+
     def _begin_nixl(self, operation, src, dst, *args):
         handle = self._initialize(operation, src, dst, *args)
-        # Keeps the handle, so that no later handle gets its id.
-        self._under_way[id(handle)] = (handle, [dst[i][:2] for i in range(dst.descCount())])
+        if operation == "WRITE":  # else it probes a connection
+            # Keeps the handle, so that no later handle gets its id.
+            self._under_way[id(handle)] = (handle, [dst[i][:2] for i in range(dst.descCount())])
         return handle
 
     def _check_nixl(self, handle) -> str:

@@ -224,7 +224,7 @@ def test_help_lists_all_commands():
     commands = [command.callback.__name__ for command in app.registered_commands]
     assert commands == [
         *("status", "apply", "revert", "diff", "export"),
-        *("doctor", "verify", "plan"),
+        *("doctor", "verify", "plan", "trace"),
     ]
     for command in commands:
         assert command in ran.stdout

@@ -172,7 +172,8 @@ def test_doctor_output_matches_install_page(tmp_path):
 
 def test_exit_codes_are_documented():
     said = "".join(
-        (ROOT / "docs" / name).read_text() for name in ("graft.md", "plan.md", "verify.md")
+        (ROOT / "docs" / name).read_text()
+        for name in ("graft.md", "operate.md", "plan.md", "verify.md")
     )
     rows = {int(code) for code in re.findall(r"(?m)^\| (\d+) \|", said)}
     assert {int(code) for code in ExitCode} <= rows

@@ -504,7 +504,8 @@ def http_server(answers, api_key=""):
                 status, body = 401, None
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
+            text = body if self.path == "/metrics" else json.dumps(body)
+            self.wfile.write((text or "").encode())
 
         def log_message(self, *args):
             pass
@@ -547,6 +548,15 @@ def examine_servers(toy):
                 return check_servers([one, two + "/"], backend, toy.release())
 
     return examine
+
+
+METRICS = """\
+# TYPE sglang_pd_rooms gauge
+sglang_pd_rooms{side="decode",state="waiting"} 0.0
+# TYPE sglang_pd_failures_last_hour gauge
+sglang_pd_failures_last_hour{side="decode",peer="10.0.0.1:8998",reason="peer_lost"} 3.0
+sglang_pd_failures_last_hour{side="decode",peer="10.0.0.1:8998",reason="aborted_by_client"} 7.0
+"""
 
 
 def check_servers(urls, backend, release) -> list:
@@ -615,6 +625,22 @@ def test_server_unlike_this_host_is_reported(examine_servers):
     assert of_prefill == ["ok", "warning", "wrong"]
     null = examine_servers(decode={"disaggregation_mode": "null"})
     assert null[-1].level == "wrong" and "--disaggregation-mode" in null[-1].advice
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        (METRICS, [("ok", "7 aborted_by_client"), ("warning", "3 peer_lost")]),
+        (METRICS.split("# TYPE sglang_pd_failures")[0], [("ok", "no request failed")]),
+        ("# TYPE sglang_num_requests gauge\nsglang_num_requests 1.0\n", []),  # a stock engine
+        ("no metrics", []),
+    ],
+)
+def test_failures_of_the_last_hour_are_reported(toy, metrics, expected):
+    with http_server({"/server_info": (200, DECODE), "/metrics": (200, metrics)}) as url:
+        _, *found = check_servers([url], "nixl", toy.release())
+    assert [one.level for one in found] == [level for level, _ in expected]
+    assert all(text in one.found for one, (_, text) in zip(found, expected))
 
 
 @pytest.mark.parametrize("answer", [(500, {}), (200, []), (200, {"tp_size": "two"})])

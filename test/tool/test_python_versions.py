@@ -8,8 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("3.10", "3.13")  # the oldest and the newest; the engine's environments have 3.11
-# The tool's own dependencies, and those of the two test suites.
-PACKAGES = ("libcst>=1.5", "msgspec>=0.18", "rich>=13", "tomli>=2", "typer>=0.16", "httpx")
+# Of the two test suites; the tool's own are in pyproject.toml.
 TEST_PACKAGES = (
     "hypothesis",
     "matplotlib",
@@ -49,7 +48,8 @@ def test_unit_and_tool_tests_pass_on_other_pythons(version, tmp_path):
     python = tmp_path / "venv" / "bin" / "python"
     made = run(uv, "venv", "--seed", "--python", found.stdout.strip(), python.parents[1], env=never)
     assert made.returncode == 0, made.stderr
-    brought = run(uv, "pip", "install", "--python", python, *PACKAGES, *TEST_PACKAGES, env=never)
+    given = ("-r", ROOT / "pyproject.toml", *TEST_PACKAGES)
+    brought = run(uv, "pip", "install", "--python", python, *given, env=never)
     assert brought.returncode == 0, brought.stderr
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG")}
     done = run(

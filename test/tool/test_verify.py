@@ -37,6 +37,7 @@ class FakeServers:
     uncompared: int = 0
     sent_lengths: list[int] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
+    differing: dict[str, dict] = field(default_factory=dict)  # newer reports have this, too
     rounds: dict[str, int] = field(default_factory=dict)  # verify steps for three tokens, by host
 
     def answer(self, request: httpx.Request) -> httpx.Response:
@@ -79,6 +80,8 @@ class FakeServers:
             "seconds": [0.01] * self.reported,
             "comparing": 0.001 * self.reported,
         }
+        if self.differing:
+            rank["differing"] = self.differing
         return httpx.Response(200, json={"mode": "fail", "ranks": [rank]})
 
     def generate(self, host: str, body: dict) -> httpx.Response:
@@ -93,6 +96,8 @@ class FakeServers:
         self.reported += self.sent_lengths.count(length) > self.uncompared
         if length in self.differs:
             self.said.append(f"KV of {length} tokens")
+            for known in self.differing.values():
+                known["requests"] += 1
             return httpx.Response(500, text=f"KV verification failed: {length} tokens")
         token += length in self.unsteady and self.sent_lengths.count(length) > 1
         return tokens(token, self.rounds.get(host))
@@ -142,10 +147,30 @@ def test_matching_kv_passes(run_check):
 def test_kv_mismatch_is_reported(run_check):
     verdict = run_check(FakeServers(differs={17}))
     assert not verdict.passed
-    assert set(verdict.mismatches) == {"KV of 17 tokens"}
-    assert all("17 tokens" in failure for failure in verdict.failures)
+    assert set(verdict.mismatches) == {"KV of 17 tokens"}  # an older patch set's report
+    assert not verdict.failures and verdict.stopped == len(verdict.mismatches) > 1
+    assert verdict.answered == verdict.requests - verdict.stopped
     text = rendered_text(verdict)
     assert "FAILED" in text and "KV that differs" in text
+    assert f"{verdict.stopped} requests were stopped for that" in text
+    assert as_json(verdict)["stopped"] == verdict.stopped
+
+
+def test_each_differing_buffer_is_reported_once(run_check):
+    """With how many requests differed there since the check began."""
+    known = {
+        "k, layer 1 (ranks)": {"requests": 5, "example": "room 7: k, layer 1 and 1 more (ranks)"},
+        "no prefill rank sent v, layer 1": {"requests": 5, "example": ""},
+    }
+    servers = FakeServers(differs={17}, differing=known)
+    verdict = run_check(servers)
+    count = f"requests: {verdict.stopped}"
+    assert verdict.mismatches == [
+        f"k, layer 1 (ranks): {count}, such as room 7: k, layer 1 and 1 more (ranks)",
+        f"no prefill rank sent v, layer 1: {count}",
+    ]
+    servers.differs.clear()
+    assert run_check(servers).passed  # what was before is not reported again
 
 
 def test_uncompared_request_fails(run_check):

@@ -140,6 +140,10 @@ def test_corrupted_kv_fails_its_request(serve, backend, what):
         part, where = CORRUPTIONS[what]
         for said in ("KV verification failed: ", part, where, "(prefill TP 0/1 PP 0/1, "):
             assert said in decode["reason"], outcome
+        differing = servers.decode[0].call("verify_results")["differing"]
+        assert all("(prefill TP 0/1 PP 0/1, decode " in one for one in differing), differing
+        assert any(one.startswith(part) for one in differing), differing
+        assert set(differing.values()) == {1}, differing
         assert_right(servers, SRC, DST)
 
 

@@ -15,6 +15,7 @@ from kv_layout import (
     byte_ranges,
     decode_digests,
     describe_difference,
+    differing_buffers,
     encode_digests,
     missing_parts,
     position_weights,
@@ -92,6 +93,15 @@ def test_difference_names_single_token_of_page():
 
 def test_unequal_digest_page_counts_are_reported():
     assert compare_tables(table(3), table(4)) == "prefill has 3 pages of this request, decode 4"
+
+
+def test_differing_buffers_have_the_same_names_in_each_request():
+    before = summarize(PARTS, table(3))
+    changed = table(3)
+    changed[[0, 2], 1] ^= np.uint64(1)
+    names = [PARTS[0].name, PARTS[2].name]
+    assert differing_buffers(before, summarize(PARTS, changed)) == names
+    assert differing_buffers(before, summarize(PARTS, table(4))) == ["the number of pages"]
 
 
 def test_position_weights_are_odd_and_distinct():

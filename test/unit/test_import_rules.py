@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 PYTHON = Path(__file__).resolve().parents[2] / "python"
-KV_LAYOUT, PD = "sglang/srt/disaggregation/kv_layout", "sglang/srt/disaggregation/pd"
+DISAGGREGATION = "sglang/srt/disaggregation"
+KV_LAYOUT, PD = f"{DISAGGREGATION}/kv_layout", f"{DISAGGREGATION}/pd"
+TRANSFER_LOG = f"{DISAGGREGATION}/transfer_log"
+# What the packages that need no engine may import, beside the standard library.
+LIBRARIES = {KV_LAYOUT: {"numpy", "msgspec"}, TRANSFER_LOG: {"msgspec", "prometheus_client"}}
 BACKENDS = ("ascend", "common", "mooncake", "mori", "nixl")
 # What the modules of a folder must not import.
 FORBIDDEN = {
@@ -42,9 +46,16 @@ def is_inside(name: str, packages) -> bool:
     return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
-@pytest.mark.parametrize("file", source_files(KV_LAYOUT), ids=lambda file: file.name)
-def test_kv_layout_does_not_import_engine(file):
-    allowed = {*sys.stdlib_module_names, "numpy", "msgspec"}
+@pytest.mark.parametrize(
+    "folder, file",
+    [
+        pytest.param(folder, file, id=f"{Path(folder).name}-{file.name}")
+        for folder in LIBRARIES
+        for file in source_files(folder)
+    ],
+)
+def test_engine_free_packages_do_not_import_the_engine(folder, file):
+    allowed = {*sys.stdlib_module_names, *LIBRARIES[folder]}
     others = {name for name in imports(file) if not name.startswith(".")}
     assert {name.split(".")[0] for name in others} <= allowed
 
@@ -64,4 +75,4 @@ def test_modules_import_nothing_forbidden(folder, file):
 def test_patch_packages_cannot_shadow_engine_packages():
     """The patch tree has an `__init__.py` only in packages that the engine lacks."""
     ours = {path.parent.relative_to(PYTHON) for path in PYTHON.glob("sglang/**/__init__.py")}
-    assert {str(folder) for folder in ours} == {KV_LAYOUT, PD}
+    assert {str(folder) for folder in ours} == {KV_LAYOUT, PD, TRANSFER_LOG}

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_pd.doctor.findings import Finding, ok, warning, wrong
 from sglang_pd.doctor.host import LaunchOptions
@@ -17,6 +18,8 @@ HTTP_TIMEOUT_S = 10.0
 REQUEST_ERRORS = (httpx.HTTPError, httpx.InvalidURL, ValueError, msgspec.ValidationError)
 # Parameters of a `/route` request: for the whole server in 0.5.9, for rank 0 in later releases.
 SERVER_QUERY = {"engine_rank": -1, "target_dp_group": -1, "target_pp_rank": -1}
+RECENT_FAILURES = "sglang_pd_failures_last_hour"
+HARMLESS = ("aborted_by_client", "aborted_by_peer")  # of the latter the other server has the cause
 RANK_QUERY = dict.fromkeys(
     ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"), 0
 )
@@ -72,6 +75,7 @@ def check_servers(
         yield from check_server(server, launch, release)
         if server.disaggregation_mode == "prefill":
             yield from check_bootstrap(client, server)
+        yield from check_failures(client, server)
     prefills = [one for one in servers if one.disaggregation_mode == "prefill"]
     decodes = [one for one in servers if one.disaggregation_mode == "decode"]
     for prefill, decode in product(prefills, decodes):
@@ -134,6 +138,32 @@ def _query_route(client: httpx.Client, address: str) -> dict:
         response = client.get(url, params=RANK_QUERY)
     response.raise_for_status()
     return msgspec.convert(response.json(), dict)
+
+
+def check_failures(client: httpx.Client, server: Server) -> Iterator[Finding]:
+    """Reports which requests have failed in the last hour, by the other server and the reason.
+
+    A server without the patch set's metrics has no finding.
+    """
+    try:
+        response = client.get(f"{server.url}/metrics")
+        response.raise_for_status()
+        series = list(text_string_to_metric_families(response.text))
+    except REQUEST_ERRORS:
+        return
+    if not any(one.name == "sglang_pd_rooms" for one in series):
+        return
+    recent = [sample for one in series if one.name == RECENT_FAILURES for sample in one.samples]
+    if not recent:
+        yield ok(GROUP, server.name, "no request failed in the last hour")
+    for sample in sorted(recent, key=lambda one: -one.value):
+        peer, reason, count = sample.labels["peer"], sample.labels["reason"], sample.value
+        found = f"failures in the last hour, with {peer}: {count:.0f} {reason}"
+        advice = f"docs/operate.md, `{reason}`; the server's log has the texts"
+        if reason in HARMLESS:
+            yield ok(GROUP, server.name, found)
+        else:
+            yield warning(GROUP, server.name, found, advice)
 
 
 def check_pair(prefill: Server, decode: Server) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import msgspec
 from sglang_pd.verify.prompts import PromptGroup, prompt_groups, prompt_lengths
 from sglang_pd.verify.servers import (
     Answer,
+    Difference,
     FleetClient,
     PairStats,
     PrefillServer,
@@ -18,6 +19,7 @@ from sglang_pd.verify.servers import (
 
 REPORT_TIMEOUT_S = 15  # for decode ranks to report what they compared
 LOGPROB_TOLERANCE = 0.1
+VERIFICATION_FAILED = "KV verification failed"  # in the answer to a request that was stopped
 NO_REPORT = RankReport("", "", 0, 0, {}, [], [], 0.0)
 
 
@@ -51,6 +53,7 @@ class Verdict:
     requests: int = 0  # two for each prompt
     lengths: list[int] = field(default_factory=list)  # of single prompts, in tokens
     failures: list[str] = field(default_factory=list)  # requests without an answer
+    stopped: int = 0  # requests without an answer because their KV differs
     unequal: list[str] = field(default_factory=list)  # prompts whose two answers differ
     compared: int = 0  # requests whose KV the first rank of each decode server compared
     # By (prefill server, prefill rank, decode rank).
@@ -64,7 +67,7 @@ class Verdict:
 
     @property
     def answered(self) -> int:
-        return self.requests - len(self.failures)
+        return self.requests - len(self.failures) - self.stopped
 
     @property
     def passed(self) -> bool:
@@ -72,7 +75,7 @@ class Verdict:
 
         With a reference, its answers must be the same, too.
         """
-        wrong = self.failures or self.mismatches or self.from_reference
+        wrong = self.failures or self.stopped or self.mismatches or self.from_reference
         return not wrong and self.compared >= self.requests > 0
 
 
@@ -127,8 +130,12 @@ def _record_answers(
     for prompt, *answers in zip(group.prompts, first, second, strict=True):
         what = f"{len(prompt)} tokens, {group.name}"
         verdict.requests += len(answers)
-        failed = [f"{what}: {one.failure}" for one in answers if one.failure]
-        verdict.failures += failed
+        failed = [one.failure for one in answers if one.failure]
+        for failure in failed:
+            if VERIFICATION_FAILED in failure:  # the decode ranks' reports say where
+                verdict.stopped += 1
+            else:
+                verdict.failures.append(f"{what}: {failure}")
         if not failed and answers[0].ids != answers[1].ids:
             verdict.unequal.append(f"{what}: {answers[0].ids} and {answers[1].ids}")
 
@@ -183,7 +190,7 @@ async def _collect_reports(
         await asyncio.sleep(0.5)
     for key, rank in after.items():
         old = before.get(key, NO_REPORT)
-        verdict.mismatches += _last(rank.said, rank.failed - old.failed)
+        verdict.mismatches += _differences(rank, old)
         verdict.seconds += _last(rank.seconds, rank.requests - old.requests)
         verdict.comparing += rank.comparing - old.comparing
         for prefill, count in rank.pairs.items():
@@ -191,6 +198,22 @@ async def _collect_reports(
             counts = zip(msgspec.structs.astuple(count), msgspec.structs.astuple(was))
             added = PairStats(*(now - then for now, then in counts))
             verdict.pairs[key[0], prefill, f"{rank.decode} at {rank.at}"] = added
+
+
+def _differences(rank: RankReport, old: RankReport) -> list[str]:
+    """Returns what has differed since `old`: each buffer of each pair of ranks once.
+
+    An older patch set reports each request instead.
+    """
+    if not rank.differing:
+        return _last(rank.said, rank.failed - old.failed)
+    said = []
+    for what, known in rank.differing.items():
+        count = known.requests - old.differing.get(what, Difference()).requests
+        example = known.example and f", such as {known.example}"
+        if count:
+            said.append(f"{what}: requests: {count}{example}")
+    return said
 
 
 def _last(values: list, count: int) -> list:

@@ -34,6 +34,13 @@ class PairStats(msgspec.Struct):
     mismatches: int = 0
 
 
+class Difference(msgspec.Struct):
+    """How many requests differed in one buffer, and the first of them, in words."""
+
+    requests: int = 0
+    example: str = ""
+
+
 class RankReport(msgspec.Struct):
     """A decode rank's report, as the bootstrap server returns it."""
 
@@ -45,6 +52,7 @@ class RankReport(msgspec.Struct):
     said: list[str]
     seconds: list[float]
     comparing: float
+    differing: dict[str, Difference] = {}
 
 
 class VerifyReports(msgspec.Struct):

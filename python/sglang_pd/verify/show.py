@@ -29,6 +29,7 @@ def as_json(verdict: Verdict) -> dict:
         "pairs": pairs,
         "mismatches": verdict.mismatches,
         "failures": verdict.failures,
+        "stopped": verdict.stopped,
         "unequal_answers": verdict.unequal,
         "from_reference": verdict.from_reference,
         "tokens_a_verify_step": {
@@ -51,6 +52,8 @@ def show(verdict: Verdict, console: Console) -> None:
         table.add_row(prefill, decode, str(count.requests), str(count.parts), size, wrong)
     console.print(table)
     _print_list(console, "KV that differs", verdict.mismatches)
+    if verdict.stopped:
+        console.print(Text(f"{verdict.stopped} requests were stopped for that", style="red"))
     _print_list(console, "Requests without an answer", verdict.failures)
     _print_list(console, "Prompts whose two answers differ", verdict.unequal)
     _print_list(console, "Answers that differ from the reference's", verdict.from_reference or [])

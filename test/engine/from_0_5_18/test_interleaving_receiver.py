@@ -229,7 +229,9 @@ def test_pages_are_verified_after_they_are_interleaved(reason, fleet, gate):
         verified.append(fleet.has_all_bytes())
         return reason
 
-    fleet.decode.kv_args.verifier = SimpleNamespace(compare=compare, reports=mock.MagicMock())
+    reports = mock.MagicMock()
+    reports.report_for.return_value.failed = 0
+    fleet.decode.kv_args.verifier = SimpleNamespace(compare=compare, reports=reports)
     receiver = fleet.request()
     fleet.deliver(fleet.send())
     assert receiver.poll() == KVPoll.Transferring

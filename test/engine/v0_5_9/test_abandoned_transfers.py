@@ -114,6 +114,21 @@ def test_request_does_not_wait_for_silent_rank(manager):
     assert manager.notified == [LIVE, STOPPED]
 
 
+def test_earlier_chunks_are_looked_at_before_the_next_is_sent(manager):
+    """Nothing polls before the last one is sent; metrics would count the time until then."""
+    sender, chunks = make_sender(manager), []
+    manager.update_status(ROOM, KVPoll.WaitingForInput)
+    manager.add_transfer_request = lambda *chunk: chunks.append(chunk) or []
+    sender.num_kv_indices = 3
+    sender.xfer_handles = [Transfer(ROOM, LIVE, number) for number in ("first", "second")]
+    manager.agent.states["first"] = "DONE"
+    sender.send(np.array([1], np.int32))
+    assert [write.handle for write in sender.xfer_handles] == ["second"] and len(chunks) == 1
+    manager.agent.states["second"] = "ERR"
+    sender.send(np.array([2], np.int32))
+    assert len(chunks) == 1 and manager.check_status(ROOM) == KVPoll.Failed
+
+
 def test_write_abandoned_during_a_check_is_not_lost(manager):
     """Otherwise prefill would notify decode, which would free its pages during the write."""
     first, second = (Transfer(ROOM, STOPPED, handle) for handle in ("first", "second"))

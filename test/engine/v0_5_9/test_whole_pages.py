@@ -64,6 +64,7 @@ def queue(kind: type, pages: int, **more) -> DecodePreallocQueue:
         token_to_kv_pool_allocator=Pages(pages),
         scheduler=scheduler,
         transfer_queue=SimpleNamespace(queue=[]),
+        kv_manager=None,  # it would note what happens
         num_reserved_decode_tokens=RESERVED,
         retracted_queue=[],
         queue=[],

@@ -26,6 +26,7 @@ from .digests import (
     byte_ranges,
     decode_digests,
     describe_difference,
+    differing_buffers,
     elided_parts,
     encode_digests,
     missing_parts,

@@ -210,9 +210,7 @@ def describe_difference(
     Args:
         tokens_per_page: None for state, whose pages and slots are not counted from a first token.
     """
-    wrong = [
-        part for part, a, b in zip(sent.parts, _words(sent.rows), _words(arrived.rows)) if a != b
-    ]
+    wrong = _wrong_parts(sent, arrived)
     columns = _words(sent.columns), _words(arrived.columns)
     counts = tuple(map(len, columns))
     if counts[0] != counts[1]:
@@ -224,6 +222,18 @@ def describe_difference(
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     where = "" if not pages.size else _place(int(pages[0]), pages.size, counts[0], tokens_per_page)
     return f"{what}{more} of {len(sent.parts)} parts{where}"
+
+
+def differing_buffers(sent: Digests, arrived: Digests) -> list[str]:
+    """Returns names of what `describe_difference` describes, the same for each request."""
+    if len(sent.columns) != len(arrived.columns):
+        return ["the number of pages"]
+    return [part.name for part in _wrong_parts(sent, arrived)] or ["an unidentified buffer"]
+
+
+def _wrong_parts(sent: Digests, arrived: Digests) -> list[Part]:
+    rows = zip(sent.parts, _words(sent.rows), _words(arrived.rows))
+    return [part for part, ours, theirs in rows if ours != theirs]
 
 
 def _place(page: int, wrong: int, count: int, tokens: Optional[int]) -> str:

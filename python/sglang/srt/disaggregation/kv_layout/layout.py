@@ -85,6 +85,8 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         verifies: Whether this rank compares digests of what arrives (`SGLANG_PD_VERIFY`).
         whole_rows: Whether this rank sends head slices as whole rows, or interleaves those that
             arrive (`packed`).
+        server: The server's name for metrics, such as `10.0.0.2:30000`; without a host, that where
+            this rank reads messages.
     """
 
     tp_rank: int
@@ -101,6 +103,7 @@ class RankLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     aux_slots: int = 0
     verifies: bool = False
     whole_rows: bool = False
+    server: str = ""
 
     @property
     def name(self) -> str:

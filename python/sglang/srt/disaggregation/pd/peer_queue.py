@@ -132,8 +132,9 @@ class PeerQueue:
 
 
 class WorkerState(threading.local):
-    """The decode ranks to which a worker is sending, even after their room was cleared."""
+    """The room that a worker is sending, and its decode ranks, even after it was cleared."""
 
+    room = -1
     peers: Peers = frozenset()
 
 
@@ -172,6 +173,7 @@ class PeerQueues:
         return self._peers_of(chunk)
 
     def _note_taken(self, chunk: Any) -> None:
+        self.worker_state.room = chunk.room
         self.worker_state.peers = self._peers_of(chunk)
 
     def _note_done(self, chunk: Any) -> None:

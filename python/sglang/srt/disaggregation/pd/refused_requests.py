@@ -44,10 +44,11 @@ def notify_refused(manager: Any, req: Any, reason: str = "") -> None:
     if req.disagg_kv_sender is not None or req.bootstrap_room is None:
         return
     if hasattr(manager, "refuse"):
-        why = reason or _message(req) or "no reason given"
+        why = reason or abort_message(req) or "no reason given"
         manager.refuse(req.bootstrap_room, f"Prefill refused the request: {why}")
 
 
-def _message(req: Any) -> str:
+def abort_message(req: Any) -> str:
+    """Returns the message with which a request was aborted; empty if it was not, or has none."""
     ends = (getattr(req, name, None) for name in ("finished_reason", "to_finish"))
     return next((end.message for end in ends if getattr(end, "message", None)), "")

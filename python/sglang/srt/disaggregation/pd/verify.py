@@ -29,6 +29,7 @@ from sglang.srt.disaggregation.kv_layout import (
     RoomDigests,
     decode_digests,
     describe_difference,
+    differing_buffers,
     elided_parts,
     encode_digests,
     missing_parts,
@@ -129,14 +130,19 @@ class Verifier:
         started_at = time.perf_counter()
         try:
             sent = [_read(frame) for frame in frames]
-            differences = self._differences(sent, pages, state_pages, report.pairs)
-            said = [*self._missing(sent), *differences]
+            said = self._missing(sent)
+            differing = dict.fromkeys(said, "")
+            for text, buffers in self._differences(sent, pages, state_pages, report.pairs):
+                said.append(text)
+                differing |= dict.fromkeys(buffers, f"room {room}: {text}")
         except LayoutError as error:
             said = [str(error)]
+            differing = dict.fromkeys(said, "")
         except Exception as error:
             logger.exception(f"Room {room}: could not compare digests")
             said = [f"digests could not be compared: {error!r}"]
-        report.add(said, seconds, time.perf_counter() - started_at)
+            differing = dict.fromkeys(said, "")
+        report.add(said, differing, seconds, time.perf_counter() - started_at)
         if not said:
             return None
         reason = f"KV verification failed: {'; '.join(said)}"
@@ -160,12 +166,13 @@ class Verifier:
         pages: npt.NDArray[np.int32],
         state_pages: Any,
         pairs: Dict[str, PairStats],
-    ) -> List[str]:
+    ) -> List[Tuple[str, List[str]]]:
+        """Returns for each pair of ranks that differs: how, in words, and in which buffers."""
         said = []
         for one in sent:
             count = pairs.setdefault(one.sender, PairStats())
             count.requests += 1
-            found = []
+            found, buffers = [], []
             for memory, digests, of, tokens in (
                 (self.kv, one.kv, pages, self.layout.page_size),
                 (self.state, one.state, state_pages, None),
@@ -175,12 +182,14 @@ class Verifier:
                 count.parts += len(digests.parts)
                 count.bytes += memory.size(digests.parts, of)
                 arrived = memory.digests(digests.parts, of)
-                found.append(describe_difference(digests, arrived, tokens))
-            wrong = [text for text in found if text]
-            if wrong:
+                text = describe_difference(digests, arrived, tokens)
+                if text:
+                    found.append(text)
+                    buffers += differing_buffers(digests, arrived)
+            if found:
                 count.mismatches += 1
-                ranks = f"prefill {one.sender}, decode {self.name}"
-                said.append(f"{', '.join(wrong)} ({ranks})")
+                ranks = f"(prefill {one.sender}, decode {self.name})"
+                said.append((f"{', '.join(found)} {ranks}", [f"{one} {ranks}" for one in buffers]))
         return said
 
 

@@ -22,6 +22,8 @@ REPORT_INTERVAL_SECONDS = 1.0
 HTTP_TIMEOUT_SECONDS = (2, 5)
 # How many of the latest are kept: mismatches in words, durations of transfers, and ranks.
 MAX_MISMATCHES = 20
+# How many differences are counted; a report must not exceed 1 MiB.
+MAX_DIFFERENCES = 1024
 MAX_DURATIONS = 1024
 MAX_RANKS = 4096
 
@@ -35,6 +37,13 @@ class PairStats(msgspec.Struct):
     mismatches: int = 0
 
 
+class Difference(msgspec.Struct):
+    """How many rooms differed in one buffer between one pair of ranks, and the first, in words."""
+
+    requests: int = 0
+    example: str = ""
+
+
 class VerifyReport(msgspec.Struct):
     """A decode rank's report on what arrived from one prefill server.
 
@@ -43,6 +52,7 @@ class VerifyReport(msgspec.Struct):
         requests, failed: Numbers of rooms that were compared, and that differed.
         pairs: Numbers by prefill rank.
         said: The last mismatches, in words.
+        differing: By buffer and pair of ranks.
         seconds: Durations of the last transfers, from the request to prefill to the last arrival.
         comparing: Seconds that all comparisons took.
     """
@@ -55,15 +65,27 @@ class VerifyReport(msgspec.Struct):
     said: List[str] = msgspec.field(default_factory=list)
     seconds: List[float] = msgspec.field(default_factory=list)
     comparing: float = 0.0
+    differing: Dict[str, Difference] = msgspec.field(default_factory=dict)
 
-    def add(self, said: List[str], seconds: float, comparing: float) -> None:
-        """Adds one compared room: its mismatches, and seconds of its transfer and comparison."""
+    def add(
+        self, said: List[str], differing: Dict[str, str], seconds: float, comparing: float
+    ) -> None:
+        """Adds one compared room.
+
+        Args:
+            said: Its mismatches, in words.
+            differing: An example for each buffer and pair of ranks that differ.
+            seconds, comparing: Of its transfer, and of its comparison.
+        """
         self.requests += 1
         self.comparing += comparing
         self.seconds = [*self.seconds[1 - MAX_DURATIONS :], seconds]
         if said:
             self.failed += 1
             self.said = [*self.said[1 - MAX_MISMATCHES :], "; ".join(said)]
+        for what, example in differing.items():
+            if what in self.differing or len(self.differing) < MAX_DIFFERENCES:
+                self.differing.setdefault(what, Difference(example=example)).requests += 1
 
 
 class ReportSender:

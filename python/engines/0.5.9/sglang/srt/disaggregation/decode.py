@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.disaggregation.base import BaseKVManager
 from sglang.srt.disaggregation.pd.local_layout import make_kv_manager
+from sglang.srt.disaggregation.pd.noted_requests import (
+    QueuedRequests,
+    note_request,
+    note_seconds,
+)
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     KVClassType,
@@ -15,9 +22,17 @@ from sglang.srt.disaggregation.utils import (
 from sglang.srt.layers.dp_attention import get_attention_tp_size
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode import EngineDecodePreallocQueue, Req
+    from sglang.srt.disaggregation.decode import (
+        DecodeRequest,
+        EngineDecodePreallocQueue,
+        EngineDecodeTransferQueue,
+        Req,
+    )
 
-RENAMED = (("DecodePreallocQueue", "EngineDecodePreallocQueue"),)
+RENAMED = (
+    ("DecodePreallocQueue", "EngineDecodePreallocQueue"),
+    ("DecodeTransferQueue", "EngineDecodeTransferQueue"),
+)
 
 
 class DecodePreallocQueue(EngineDecodePreallocQueue):
@@ -60,3 +75,31 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
         counted = len(req.origin_input_ids) + len(req.output_ids) + self.reserved_tokens
         self.uncounted_tokens = max(0, before - free() - counted)
         return locations
+
+    def add(self, req: Req, *more, **options) -> None:
+        """Queues a request. Extends the engine's: notes it, unless it is refused."""
+        super().add(req, *more, **options)
+        if self.queue and self.queue[-1].req is req:
+            note_request(self.kv_manager, req, f"{req.bootstrap_host}:{req.bootstrap_port}")
+
+    def pop_preallocated(
+        self, *given, **options
+    ) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
+        """Returns requests that were requested from prefill. Extends the engine's: see below."""
+        start = time.monotonic()
+        found = super().pop_preallocated(*given, **options)
+        note_seconds(self.kv_manager, "prealloc", start)
+        return found
+
+
+class DecodeTransferQueue(EngineDecodeTransferQueue):
+    queued: QueuedRequests = PerInstance(QueuedRequests)
+
+    def pop_transferred(self, *given, **options) -> list[Req]:
+        """Returns requests whose KV has arrived. Extends the engine's: notes if that takes long."""
+        start, before = time.monotonic(), list(self.queue)
+        done = super().pop_transferred(*given, **options)
+        manager = self.scheduler.disagg_decode_prealloc_queue.kv_manager
+        note_seconds(manager, "transfer", start)
+        self.queued.note(manager, before, self.queue, done, self.scheduler.waiting_queue)
+        return done

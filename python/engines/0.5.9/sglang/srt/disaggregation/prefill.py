@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.base import BaseKVManager
 from sglang.srt.disaggregation.pd.local_layout import make_kv_manager
+from sglang.srt.disaggregation.pd.noted_requests import note_request, note_seconds
 from sglang.srt.disaggregation.pd.refused_requests import answer_rejected, notify_refused
 from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, get_kv_class
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.prefill import (
         EnginePrefillBootstrapQueue,
+        EngineSchedulerDisaggregationPrefillMixin,
         Req,
         ReqToMetadataIdxAllocator,
     )
 
-RENAMED = (("PrefillBootstrapQueue", "EnginePrefillBootstrapQueue"),)
+RENAMED = (
+    ("PrefillBootstrapQueue", "EnginePrefillBootstrapQueue"),
+    ("SchedulerDisaggregationPrefillMixin", "EngineSchedulerDisaggregationPrefillMixin"),
+)
 
 
 def release_req_to_metadata_buffer(req: Req, allocator: ReqToMetadataIdxAllocator) -> None:
@@ -46,5 +52,22 @@ class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
         """
         if not answer_rejected(self.scheduler, req):
             super().add(req, num_kv_heads)
+        note_request(self.kv_manager, req)
         if hasattr(self.kv_manager, "close_failed_room"):  # not Mori's, which cannot notify decode
             notify_refused(self.kv_manager, req)
+
+    def pop_bootstrapped(self, *given, **options):
+        """Returns requests that may start. Extends the engine's: notes if that takes long."""
+        start = time.monotonic()
+        found = super().pop_bootstrapped(*given, **options)
+        note_seconds(self.kv_manager, "bootstrap", start)
+        return found
+
+
+class SchedulerDisaggregationPrefillMixin(EngineSchedulerDisaggregationPrefillMixin):
+    def process_disagg_prefill_inflight_queue(self, *given, **options) -> list[Req]:
+        """Returns requests that are sent. Extends the engine's: notes if that takes long."""
+        start = time.monotonic()
+        done = super().process_disagg_prefill_inflight_queue(*given, **options)
+        note_seconds(self.disagg_prefill_bootstrap_queue.kv_manager, "inflight", start)
+        return done

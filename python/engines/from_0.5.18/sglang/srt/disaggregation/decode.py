@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Optional
 
 from sglang.srt.disaggregation.pd.local_layout import scheduler_context
+from sglang.srt.disaggregation.pd.noted_requests import (
+    QueuedRequests,
+    note_request,
+    note_seconds,
+)
+from sglang.srt.disaggregation.pd.per_instance import PerInstance
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import (
         CommonKVManager,
         DecodeRequest,
         EngineDecodePreallocQueue,
+        EngineDecodeTransferQueue,
         Req,
         _bootstrap_addr,
     )
 
-RENAMED = (("DecodePreallocQueue", "EngineDecodePreallocQueue"),)
+RENAMED = (
+    ("DecodePreallocQueue", "EngineDecodePreallocQueue"),
+    ("DecodeTransferQueue", "EngineDecodeTransferQueue"),
+)
 
 
 class DecodePreallocQueue(EngineDecodePreallocQueue):
@@ -66,3 +77,28 @@ class DecodePreallocQueue(EngineDecodePreallocQueue):
             return None
         # Not `super()`: the engine's tests call this on other objects.
         return EngineDecodePreallocQueue._resolve_prefill_dp_rank(self, req)
+
+    def _create_receiver_and_enqueue(self, req: Req, *more, **options) -> DecodeRequest:
+        """Starts a request. Extends the engine's: notes it."""
+        note_request(self.kv_manager, req, _bootstrap_addr(req))
+        return super()._create_receiver_and_enqueue(req, *more, **options)
+
+    def pop_preallocated(self, *given, **options) -> tuple[list[DecodeRequest], list]:
+        """Returns requests that were requested from prefill. Extends the engine's: see below."""
+        start = time.monotonic()
+        found = super().pop_preallocated(*given, **options)
+        note_seconds(self.kv_manager, "prealloc", start)
+        return found
+
+
+class DecodeTransferQueue(EngineDecodeTransferQueue):
+    queued: QueuedRequests = PerInstance(QueuedRequests)
+
+    def pop_transferred(self, *given, **options) -> list[Req]:
+        """Returns requests whose KV has arrived. Extends the engine's: notes if that takes long."""
+        start, before = time.monotonic(), list(self.queue)
+        done = super().pop_transferred(*given, **options)
+        manager = self.scheduler.disagg_decode_prealloc_queue.kv_manager
+        note_seconds(manager, "transfer", start)
+        self.queued.note(manager, before, self.queue, done, self.scheduler.waiting_queue)
+        return done

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.pd.local_layout import scheduler_context
+from sglang.srt.disaggregation.pd.noted_requests import note_request, note_seconds
 from sglang.srt.disaggregation.pd.refused_requests import answer_rejected, notify_refused
 
 if TYPE_CHECKING:
@@ -27,4 +29,13 @@ class PrefillBootstrapQueue(EnginePrefillBootstrapQueue):
         if not answer_rejected(getattr(self, "scheduler", None), req):
             # Not `super()`: the engine's tests call this on other objects.
             EnginePrefillBootstrapQueue.add(self, req, num_kv_heads)
-        notify_refused(getattr(self, "kv_manager", None), req)
+        manager = getattr(self, "kv_manager", None)
+        note_request(manager, req)
+        notify_refused(manager, req)
+
+    def pop_bootstrapped(self, *given, **options) -> list[Req]:
+        """Returns requests that may start. Extends the engine's: notes if that takes long."""
+        start = time.monotonic()
+        found = EnginePrefillBootstrapQueue.pop_bootstrapped(self, *given, **options)
+        note_seconds(getattr(self, "kv_manager", None), "bootstrap", start)
+        return found

@@ -1,7 +1,9 @@
-"""Notifies decode of requests that prefill refuses for their priority."""
+"""Notifies decode of requests that prefill refuses for their priority, and notes long polls."""
 
+import time
 from typing import TYPE_CHECKING
 
+from sglang.srt.disaggregation.pd.noted_requests import note_seconds
 from sglang.srt.disaggregation.pd.refused_requests import notify_refused
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
@@ -22,3 +24,10 @@ class Scheduler(EngineScheduler):
             manager = self.disagg_prefill_bootstrap_queue.kv_manager
             notify_refused(manager, req, "this server does not accept priorities")
         return is_accepted
+
+    def process_disagg_prefill_inflight_queue(self, *given, **options) -> "list[Req]":
+        """Returns requests that are sent. Extends the engine's: notes if that takes long."""
+        start = time.monotonic()
+        done = super().process_disagg_prefill_inflight_queue(*given, **options)
+        note_seconds(self.disagg_prefill_bootstrap_queue.kv_manager, "inflight", start)
+        return done

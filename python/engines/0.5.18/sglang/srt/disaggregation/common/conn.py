@@ -51,6 +51,7 @@ class CommonKVManager(StatusReader, RankManager, EngineCommonKVManager):
             is_opened = status in (KVPoll.Bootstrapping, KVPoll.WaitingForInput)
             if known != KVPoll.Failed and (known is not None or is_opened):
                 super().update_status(bootstrap_room, status)
+                self.note_status(bootstrap_room, status)
 
     def store_frames(self, frames: list[bytes]) -> bool:
         """Stores what prefill sends beside the engine's messages; returns whether that was it."""

@@ -93,13 +93,19 @@ class MooncakeKVManager(MooncakeSends, WorkerRooms, EngineMooncakeKVManager):
         if self.is_complete:
             self.failed_sessions = FailedSessions()  # soon retries a session that failed
             self.server_socket = ValidatingSocket(
-                self.server_socket, self._check_prefill_message, self.failures.end_message
+                self.server_socket,
+                self._check_prefill_message,
+                self.failures.end_message,
+                self.transfer_log.malformed,
             )
             super().start_prefill_thread()
 
     def start_decode_thread(self):
         """Starts decode's threads. Extends the engine's: invalid messages are dropped."""
-        self.server_socket = ValidatingSocket(self.server_socket, self._check_decode_message)
+        dropped = self.transfer_log.malformed
+        self.server_socket = ValidatingSocket(
+            self.server_socket, self._check_decode_message, dropped=dropped
+        )
         super().start_decode_thread()
 
     def _check_prefill_message(self, frames: list[bytes]) -> bool:

@@ -54,6 +54,7 @@ class KVArgsRegisterInfo(AgentRegistration, EngineKVArgsRegisterInfo):
 
 
 class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
+    backend_name = "nixl"
     # Whether NIXL takes runs of blocks, or only each block.
     takes_runs = True
     reload_lock = PerInstance(threading.Lock)
@@ -67,6 +68,7 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
 
     def register_buffer_to_engine(self):
         """Registers the buffers. Extends the engine's, see `NixlSends` and `WatchedAgent`."""
+        self.start_transfer_log()  # what it meters is what `WatchedAgent` sends
         if not isinstance(self.agent, WatchedAgent):
             self.agent = WatchedAgent(self.agent, self)
         super().register_buffer_to_engine()
@@ -78,7 +80,10 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
 
     def _start_decode_staging_thread(self):
         """Starts decode's thread for messages about staging. Extends the engine's, see below."""
-        self.server_socket = ValidatingSocket(self.server_socket, self._check_decode_message)
+        dropped = self.transfer_log.malformed
+        self.server_socket = ValidatingSocket(
+            self.server_socket, self._check_decode_message, dropped=dropped
+        )
         super()._start_decode_staging_thread()
 
     def _start_heartbeat_checker_thread(self):
@@ -88,7 +93,9 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
             threading.Thread(target=self._read_messages, daemon=True).start()
 
     def _read_messages(self) -> None:
-        receive = drop_invalid(self.server_socket.recv_multipart, self._check_decode_message)
+        dropped = self.transfer_log.malformed
+        receive = self.server_socket.recv_multipart
+        receive = drop_invalid(receive, self._check_decode_message, dropped=dropped)
         while True:
             receive()  # what is left is of no interest without staging buffers
 
@@ -157,28 +164,31 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
         dst_mem_kind: str = "VRAM",
     ):
         """Starts to write these pages of all layers. Returns NIXL's handle, None for nothing."""
-        self.connection.peer = peer_name
-        if self.plan_for(peer_name) is None:
+        plan = self.plan_for(peer_name)
+        self.note_sending(peer_name, "kv", plan and plan.kv)
+        if plan is None:
             sent = (prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, notif)
             return super().send_kvcache(peer_name, *sent, dst_mem_kind)
         self.sending.notices.append((peer_name, notif))
         return self.write_pages(peer_name, "kv", prefill_kv_indices, dst_kv_indices)
 
     def send_kvcache_mixed(self, peer_name: str, *sent, **more):
-        self.connection.peer = peer_name
+        self.note_sending(peer_name, "kv")
         return super().send_kvcache_mixed(peer_name, *sent, **more)
 
     def send_kvcache_slice(self, peer_name: str, prefill_kv_indices, dst_kv_indices, notif: str):
         """Starts to write the KV heads that both sides hold, if their TP sizes differ."""
-        self.connection.peer = peer_name
+        plan = self.plan_for(peer_name)
+        self.note_sending(peer_name, "kv", plan and plan.kv)
         pages = (prefill_kv_indices, dst_kv_indices)
-        if self.plan_for(peer_name) is None:
+        if plan is None:
             return super().send_kvcache_slice(peer_name, *pages, notif)
         self.sending.notices.append((peer_name, notif))
         return self.write_pages(peer_name, "kv", *pages)
 
     def send_aux(self, peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index, notif):
         """Starts to write the request's metadata. Returns NIXL's handle."""
+        self.note_sending(peer_name, "aux")
         row = (peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
         if self.aux_plan_for(peer_name) is None:
             return super().send_aux(*row, notif)
@@ -198,6 +208,7 @@ class NixlKVManager(NixlSends, WorkerRooms, EngineNixlKVManager):
     ) -> list:
         """Starts to write state. Returns NIXL's handles."""
         plan = self.plan_for(peer_name)
+        self.note_sending(peer_name, "state", plan and plan.state)
         if plan is None or plan.state is None:
             state = (prefill_state_indices, dst_state_data_ptrs, dst_state_indices)
             sent = (*state, dst_gpu_id, notif, *more)

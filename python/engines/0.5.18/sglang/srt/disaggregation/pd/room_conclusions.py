@@ -20,12 +20,16 @@ from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.peers import is_dummy
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.prefill_manager import PrefillManager
-from sglang.srt.disaggregation.pd.room_failures import ABORT, Endpoint, parse_abort
+from sglang.srt.disaggregation.pd.room_failures import (
+    ABORT,
+    ABORTED_BY_DECODE,
+    Endpoint,
+    parse_abort,
+)
 from sglang.srt.disaggregation.pd.status_messages import ENDED, status_message
 
 logger = logging.getLogger(__name__)
 
-ABORTED_BY_DECODE = "Aborted by decode"
 # How many decode ranks to remember that read `pd.status_messages`, besides those registered now.
 MAX_STATUS_READERS = 4096
 

@@ -44,13 +44,17 @@ class CommonKVManager(RankManager, EngineCommonKVManager):
         the thread that reads first and writes last would win, and the request would wait forever.
         Likewise, a room that fails just as the scheduler closes it would be kept forever.
         """
-        # No `super()`, and the lock may be missing: the engine's tests call this on other objects.
+        # No `super()`, and ours may be missing: the engine's tests call this on other objects.
+        note = getattr(self, "note_status", lambda room, status: None)
         with getattr(self, "status_lock", contextlib.nullcontext()):
             if status != KVPoll.Failed:
-                return EngineCommonKVManager.update_status(self, bootstrap_room, status)
+                EngineCommonKVManager.update_status(self, bootstrap_room, status)
+                note(bootstrap_room, status)
+                return
             if bootstrap_room not in self.request_status:
                 return
             self.request_status[bootstrap_room] = status
+        note(bootstrap_room, status)
         if self.deferred_bootstrap is not None:  # notifying decode may take long: no lock
             self._notify_bootstrap(bootstrap_room, self.deferred_bootstrap.fail(bootstrap_room))
 

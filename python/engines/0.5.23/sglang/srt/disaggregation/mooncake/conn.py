@@ -90,9 +90,10 @@ class MooncakeKVManager(MooncakeSends, EngineMooncakeKVManager):
     def _make_worker_recv(self, socket, timeout_ms: int = 500):
         """Returns a receive function. Extends the engine's: it drops invalid messages."""
         recv = super()._make_worker_recv(socket, timeout_ms)
+        dropped = self.transfer_log.malformed
         if self.disaggregation_mode == DisaggregationMode.DECODE:
-            return drop_invalid(recv, self._check_decode_message)
-        return drop_invalid(recv, self._check_prefill_message, self.failures.end_message)
+            return drop_invalid(recv, self._check_decode_message, dropped=dropped)
+        return drop_invalid(recv, self._check_prefill_message, self.failures.end_message, dropped)
 
     def _check_prefill_message(self, frames: list[bytes]) -> bool:
         """Raises for frames on which the engine's thread would crash.

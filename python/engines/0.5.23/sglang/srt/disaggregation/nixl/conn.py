@@ -51,6 +51,7 @@ class QueueingState(threading.local):
 
 
 class NixlKVManager(ForwardEvents, NixlSends, EngineNixlKVManager):
+    backend_name = "nixl"
     queuing = QueueingState()
     registration_type = KVArgsRegisterInfo
     request_type = TransferInfo
@@ -64,7 +65,10 @@ class NixlKVManager(ForwardEvents, NixlSends, EngineNixlKVManager):
 
     def _start_decode_listener_thread(self):
         """Starts decode's thread for messages. Extends the engine's: drops invalid ones."""
-        self.server_socket = ValidatingSocket(self.server_socket, self._check_decode_message)
+        dropped = self.transfer_log.malformed
+        self.server_socket = ValidatingSocket(
+            self.server_socket, self._check_decode_message, dropped=dropped
+        )
         super()._start_decode_listener_thread()
 
     def handle_connect_failure(self, peer: str) -> None:
@@ -111,8 +115,9 @@ class NixlKVManager(ForwardEvents, NixlSends, EngineNixlKVManager):
         **options,
     ):
         """Starts to write these pages of all layers. Returns NIXL's handle, None for nothing."""
-        self.connection.peer = peer_name
-        if self.plan_for(peer_name) is None:
+        plan = self.plan_for(peer_name)
+        self.note_sending(peer_name, "kv", plan and plan.kv)
+        if plan is None:
             sent = (peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, *more)
             return super().send_kvcache(*sent, **options)
         return self.write_pages(peer_name, "kv", prefill_kv_indices, dst_kv_indices)
@@ -124,30 +129,31 @@ class NixlKVManager(ForwardEvents, NixlSends, EngineNixlKVManager):
         dst_kv_indices: npt.NDArray[np.int32],
     ):
         """Starts to write the KV heads that both sides hold, if their TP sizes differ."""
-        self.connection.peer = peer_name
-        if self.plan_for(peer_name) is None:
+        plan = self.plan_for(peer_name)
+        self.note_sending(peer_name, "kv", plan and plan.kv)
+        if plan is None:
             return super().send_kvcache_slice(peer_name, prefill_kv_indices, dst_kv_indices)
         return self.write_pages(peer_name, "kv", prefill_kv_indices, dst_kv_indices)
 
     # What the engine sends in its own ways; see `_post_xfer`.
 
     def send_kvcache_dcp(self, peer_name: str, *sent, **options):
-        self.connection.peer = peer_name
+        self.note_sending(peer_name, "kv")
         return super().send_kvcache_dcp(peer_name, *sent, **options)
 
     def send_kvcache_mixed(self, peer_name: str, *sent, **options):
-        self.connection.peer = peer_name
+        self.note_sending(peer_name, "kv")
         return super().send_kvcache_mixed(peer_name, *sent, **options)
 
     def send_kvcache_staged(self, peer_name: str, *sent, **options):
-        self.connection.peer = peer_name
+        self.note_sending(peer_name, "kv")
         return super().send_kvcache_staged(peer_name, *sent, **options)
 
     def send_aux(
         self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: list[int], dst_aux_index: int
     ):
         """Starts to write the request's metadata. Returns NIXL's handle."""
-        self.connection.peer = peer_name
+        self.note_sending(peer_name, "aux")
         row = (peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
         if self.aux_plan_for(peer_name) is None:
             return super().send_aux(*row)
@@ -163,8 +169,8 @@ class NixlKVManager(ForwardEvents, NixlSends, EngineNixlKVManager):
         **options,
     ):
         """Starts to write state. Yields NIXL's handles."""
-        self.connection.peer = peer_name
         plan = self.plan_for(peer_name)
+        self.note_sending(peer_name, "state", plan and plan.state)
         if plan is None or plan.state is None:
             state = (prefill_state_indices, dst_state_data_ptrs, dst_state_indices)
             yield from super().maybe_send_extra(peer_name, *state, *more, **options)

@@ -10,4 +10,5 @@ if TYPE_CHECKING:
 
 class AscendKVManager(MooncakeKVManager):
     REMOVED = ("register_buffer_to_engine", "send_kvcache")
+    backend_name = "ascend"
     register_memory = staticmethod(register_ranges)

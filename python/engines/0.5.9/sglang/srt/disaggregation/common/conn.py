@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.pd.interleaving import Interleaver
 from sglang.srt.disaggregation.pd.layer_pointers import LayerPointers
+from sglang.srt.disaggregation.pd.noted_transfers import NotedTransfers
 from sglang.srt.disaggregation.pd.peer_silence import SilenceWatch
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.peers import PeerTable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 class CommonKVManager(
+    NotedTransfers,
     RoomTable,
     PeerTable,
     SilenceWatch,

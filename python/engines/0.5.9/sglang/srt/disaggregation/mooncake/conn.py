@@ -155,6 +155,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         Raises:
             RuntimeError: A buffer that the engine must send is not registered; the text names it.
         """
+        self.start_transfer_log()
         self.make_packing(envs.SGLANG_DISAGGREGATION_QUEUE_SIZE.get())
         self.register_memory(self.kv_args, self.engine.batch_register, _aux_goes_over_tcp())
 
@@ -174,6 +175,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
             LayoutError: The peer was refused, or the numbers of pages on the two sides differ.
         """
         plan = self._plan_for(mooncake_session_id).kv
+        self.note_sending(mooncake_session_id, "kv", plan)
         pages = (prefill_kv_indices, dst_kv_indices)
         return self._transfer(mooncake_session_id, "kv", plan, *pages, executor)
 
@@ -182,6 +184,16 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         if info.plan is None:
             raise LayoutError(info.refusal)
         return info.plan
+
+    def note_sending(self, session: str, kind: str, plan: TransferPlan | None = None) -> None:
+        """Notes what a worker sends next to a decode session.
+
+        Args:
+            kind: `kv`, `state` or `aux`.
+            plan: None if the engine sends in its own way.
+        """
+        if self.transfer_log.is_on:
+            self.now_sending.set(session, self.worker_state.room, kind, plan)
 
     def _transfer(
         self,
@@ -207,6 +219,7 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
 
     def send_aux(self, req: TransferInfo, prefill_aux_index: int, dst_aux_ptrs: list[int]) -> int:
         """Writes the request's metadata to the peer. Returns the transfer engine's status."""
+        self.note_sending(req.mooncake_session_id, "aux")
         nvlink = self.enable_custom_mem_pool and self.custom_mem_pool_type == "NVLINK"
         if nvlink or envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get():  # the transfer engine is not used
             return self.send_aux_tcp(req, prefill_aux_index, dst_aux_ptrs)
@@ -271,7 +284,9 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         if kind != "mamba":
             pages = (prefill_state_indices, req.dst_state_indices)
             plan = self._plan_for(session).state
+            self.note_sending(session, "state", plan)
             return self._transfer(session, "state", plan, *pages, executor)
+        self.note_sending(session, "state")
         self.check_state_slots(session, [req.dst_state_indices])
         slots = (req, prefill_state_indices, dst_state_data_ptrs)
         if info is None or info.dst_attn_tp_size == self.attn_tp_size:
@@ -436,7 +451,8 @@ class MooncakeKVManager(BoundedWrites, PeerQueues, CommonKVManager):
         self.arrived_units: dict[int, dict[int, list[Unit]]] = defaultdict(dict)
         self.failing_rooms: set[int] = set()
         self.rebind_server_socket()
-        start_reader_thread(self.server_socket, self._handle_decode_message)
+        handle, dropped = self._handle_decode_message, self.transfer_log.malformed
+        start_reader_thread(self.server_socket, handle, dropped)
         self.start_heartbeat()
 
     def _handle_decode_message(self, frames: list[bytes]) -> None:

@@ -100,6 +100,7 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
         "send_kvcache_slice",
         "update_status",
     )
+    backend_name = "nixl"
     _read_registration = KVArgsRegisterInfo.from_zmq
     _read_room = TransferInfo.from_zmq
     agent_lock = NixlTransfers.agent_lock  # not that of `EarlyConnections`, which excludes nobody
@@ -113,6 +114,7 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
     ):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.agent = self._make_agent()
+        self.start_transfer_log()
         self.register_buffer_to_engine()
         if disaggregation_mode == DisaggregationMode.PREFILL:
             self.bootstrap_timeout = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
@@ -212,6 +214,7 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
         plan = getattr(self.decode_kv_args_table[peer_name].plan, what)
         # The engine's sends get the room only as the first part of the notification.
         room, notification = int(notif.partition("_")[0]), notif.encode("ascii")
+        self.now_sending.set(peer_name, room, what, plan)
         pages = (prefill_data_indices, dst_data_indices)
         if isinstance(plan, PackedPlan) and plan.packs:
             return self.packed_sends.start(peer_name, room, what, *pages, notification)
@@ -341,6 +344,7 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
         rows = (self.kv_args.aux_data_ptrs, aux_index, info.dst_aux_ptrs, req.dst_aux_index)
         *sides, sizes = info.plan.aux.copies(*rows)
         sides = [np.column_stack((side, sizes, np.zeros_like(side))) for side in sides]
+        self.now_sending.set(peer, room, "aux")
         src, dst = (self.agent.get_xfer_descs(side, "DRAM") for side in sides)
         yield self._start(peer, room, src, dst, self._notification(room, "aux"))
         digests = self.room_digests(room, info, state_indices)
@@ -444,7 +448,11 @@ class NixlKVManager(EarlyConnections, NixlTransfers, CommonKVManager):
 
 class NixlKVSender(CommonKVSender):
     def send(self, kv_indices: Pages, state_indices: list[int] | None = None):
-        """Starts sending a chunk, the request's next pages; sends nothing for a failed room."""
+        """Starts sending a chunk, the request's next pages; sends nothing for a failed room.
+
+        First looks which earlier chunks are written, since nothing polls before the last one.
+        """
+        self._drop_finished_transfers()
         if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
             self.has_sent = True
             return

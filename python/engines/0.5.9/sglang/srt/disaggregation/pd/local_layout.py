@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.pd.file_guard import check_engine_files
 from sglang.srt.disaggregation.pd.peer_silence import read_silent_seconds
 from sglang.srt.disaggregation.pd.pool_views import set_views
 from sglang.srt.disaggregation.pd.room_failures import read_release_seconds
+from sglang.srt.disaggregation.pd.server_names import own_server_name
 from sglang.srt.disaggregation.pd.verify import make_verifier
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
 
@@ -122,6 +123,7 @@ def set_local_layout(kv_args: KVArgs, queue: Queue) -> None:
         aux=_aux_widths(kv_args, scheduler),
         aux_slots=min(map(int.__floordiv__, kv_args.aux_data_lens, kv_args.aux_item_lens)),
         verifies=bool(verify_mode()),
+        server=own_server_name(scheduler),
     )
 
 

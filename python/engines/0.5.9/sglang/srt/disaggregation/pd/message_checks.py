@@ -18,8 +18,16 @@ MAX_FRAMES = 32
 MAX_NUMBERS_BYTES = 1 << 20
 
 
-def start_reader_thread(sock: zmq.Socket, handle: Callable[[list[bytes]], None]) -> None:
-    """Starts a thread that passes each message to `handle`, and drops one if `handle` raises."""
+def start_reader_thread(
+    sock: zmq.Socket,
+    handle: Callable[[list[bytes]], None],
+    dropped: Callable[[], None] = lambda: None,
+) -> None:
+    """Starts a thread that passes each message to `handle`, and drops one if `handle` raises.
+
+    Args:
+        dropped: Called for each message that is dropped.
+    """
 
     def serve() -> None:
         while True:
@@ -32,6 +40,7 @@ def start_reader_thread(sock: zmq.Socket, handle: Callable[[list[bytes]], None])
                 # Some errors contain the whole frame.
                 why = f"{type(error).__name__}: {str(error)[:300]}"
                 logger.error(f"Dropped a message of {len(frames)} frames: {why}")
+                dropped()
 
     threading.Thread(target=serve, daemon=True).start()
 

@@ -119,6 +119,7 @@ class PackedSends:
                     if is_last:
                         manager._notify(peer, transfer.notification)
                     continue
+                manager.now_sending.set(peer, room, transfer.what, plan)
                 notification = transfer.notification if is_last else b""
                 write = manager.start_copies(peer, room, copies, notification)
                 while not self._is_over(write, transfer):

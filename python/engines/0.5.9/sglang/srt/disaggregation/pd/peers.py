@@ -33,6 +33,7 @@ from sglang.srt.disaggregation.pd.message_checks import (
 from sglang.srt.disaggregation.pd.packing import make_packing_buffers
 from sglang.srt.disaggregation.pd.peer_plans import plan_registered
 from sglang.srt.disaggregation.pd.room_failures import ABORT
+from sglang.srt.disaggregation.pd.server_names import server_name
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class PeerRegistration:
 
     # Empty from a stock rank, which does not describe its buffers.
     layout_frame: bytes = field(default=b"", kw_only=True)
+    # The server it belongs to, see `pd.server_names`.
+    server: str = field(default="", kw_only=True)
     # The copies to this rank, or why there are none.
     plan: PeerPlan | None = field(default=None, kw_only=True)
     refusal: str = field(default="", kw_only=True)
@@ -75,6 +78,7 @@ class PeerRegistration:
         the draft's pointers for the target's.
         """
         self.layout_frame = frames[12] if len(frames) > 12 else b""
+        self.server = server_name(self.layout_frame, getattr(self, "endpoint", ""))
         if has_layout_frame(frames) and len(frames) > 13:
             check_numbers(frames[13])
             self.dst_state_data_ptrs += struct.unpack(f"{len(frames[13]) // 8}Q", frames[13])
@@ -126,7 +130,8 @@ class PeerTable:
 
     def read_bootstrap_messages(self) -> None:
         """Starts the thread that reads decode ranks' messages and drops unreadable ones."""
-        start_reader_thread(self.server_socket, self._handle_bootstrap_message)
+        handle, dropped = self._handle_bootstrap_message, self.transfer_log.malformed
+        start_reader_thread(self.server_socket, handle, dropped)
 
     def _handle_bootstrap_message(self, frames: list[bytes]) -> None:
         if frames[0] == ABORT:

@@ -10,6 +10,7 @@ unhealthy     so do requests to a server that answers no heartbeat; its ranks ma
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ from aiohttp import web
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd import peer_sockets
 from sglang.srt.disaggregation.pd.peer_silence import VARIABLE
-from sglang.srt.disaggregation.pd.peer_sockets import ConnectionSnapshot
+from sglang.srt.disaggregation.pd.peer_sockets import ConnectionSnapshot, PeerSocket
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.threads import start_thread
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
@@ -69,7 +70,8 @@ class PrefillServer:
 class PrefillServers:
     """Queries and watches prefill servers for a decode rank's KV manager.
 
-    The manager has `heartbeat_interval` (seconds) and `max_failures` (heartbeats in a row).
+    The manager has `heartbeat_interval` (seconds) and `max_failures` (heartbeats in a row), and is
+    `NotedTransfers`, too.
     """
 
     # By bootstrap address: servers in use, and when to query those again that timed out.
@@ -110,6 +112,7 @@ class PrefillServers:
         if known is None:
             known = PrefillServer.read(self.query_route(address, -1, -1, -1) or {})
             if known is not None:
+                self.note_prefill(address)
                 self.prefill_servers[address] = known
         return known
 
@@ -145,6 +148,17 @@ class PrefillServers:
                     del self.retry_bootstrap_at[next(iter(self.retry_bootstrap_at))]
         logger.error(f"Bootstrap server {address} failed to answer {query}: {error}")
         return None
+
+    def prefill_kinds(self) -> dict[str, int]:
+        """Returns how many prefill servers are `patched`, `stock` and `silent`; none is refused."""
+        kinds = {}
+        for address, known in list(self.prefill_servers.items()):
+            kinds[address] = "patched" if known.takes_aborts else "stock"
+            _, place = self.seen_ranks.get(address, (None, None))
+            # Infinite: it was sent nothing yet.
+            if place and self.silent_seconds <= PeerSocket.to(*place).silent_for() < math.inf:
+                kinds[address] = "silent"
+        return self.count_prefills(kinds)
 
     def start_heartbeat(self) -> None:
         """Starts the thread that checks servers' health, and the periodic check for lost ones."""

@@ -250,6 +250,7 @@ class Receiver:
             if self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed:
                 return  # the engine frees its pages
             self.kv_mgr.requested_ranks[self.bootstrap_room] = self.bootstrap_infos
+        self.kv_mgr.note_requested(self.bootstrap_room, self.bootstrap_addr)
         self.init_time = time.monotonic()
         self.pages, self.state_pages = kv_indices, state_indices
         state = b"" if state_indices is None else np.asarray(state_indices, np.int32).tobytes()
@@ -398,6 +399,8 @@ class Receiver:
         self.conclude_state = status
         if status == KVPoll.Failed:
             self._stop_interleaving()
+        else:
+            manager.transfer_log.entered(room, "queued")
 
     def _has_interleaved(self) -> bool:
         """Returns whether the pages may be read; the first call starts to interleave them.
@@ -413,6 +416,7 @@ class Receiver:
             pages = (self.pages, self.state_pages)
             interleaver = self.kv_mgr.interleaver
             self.interleaving = interleaver.start(self.prefill.attn_tp_size, units, *pages)
+            self.kv_mgr.transfer_log.entered(self.bootstrap_room, "interleaving")
         return self.interleaving.is_done()
 
     def _stop_interleaving(self) -> None:
@@ -439,7 +443,9 @@ class Receiver:
     def _close_failed_room(self) -> str:
         """Drops the failed room and returns why it failed."""
         self.conclude_state = KVPoll.Failed
-        return self._end() or "another decode rank failed"
+        reason = self._end()
+        self.kv_mgr.transfer_log.dropped(self.bootstrap_room, reason or "")
+        return reason or "another decode rank failed"
 
     def _end(self) -> str | None:
         """Drops the room; returns why it failed, if it did."""

@@ -19,6 +19,7 @@ from weakref import WeakSet, WeakValueDictionary
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.pd.environment import seconds_of
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.pd.sender import Sender
@@ -60,9 +61,9 @@ def read_release_seconds() -> float:
 class RoomTable:
     """Tracks a KV manager's rooms.
 
-    A backend provides `conclude_failure(room, reason)`, which notifies the room's decode ranks of
-    the failure once no write to them runs, and `_drop_backend_state(room)`, which drops the
-    backend's own entries for a room.
+    The manager is `NotedTransfers`, too. A backend provides `conclude_failure(room, reason)`, which
+    notifies the room's decode ranks of the failure once no write to them runs, and
+    `_drop_backend_state(room)`, which drops the backend's own entries for a room.
     """
 
     # How long a write may go on after its failure was reported.
@@ -94,10 +95,12 @@ class RoomTable:
             current = self.request_status.get(bootstrap_room, status)
             failed = KVPoll.Failed in (current, status)
             self.request_status[bootstrap_room] = KVPoll.Failed if failed else max(current, status)
+            self.note_status(bootstrap_room, self.request_status[bootstrap_room])
 
     def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
         """Records the first reason why a room failed, for the client."""
         self.failure_records.setdefault(bootstrap_room, failure_reason)
+        self.transfer_log.failed(bootstrap_room, failure_reason)
 
     def fail(self, room: int, reason: str) -> None:
         """Marks a room as failed; its request fails where all ranks poll together."""
@@ -112,6 +115,8 @@ class RoomTable:
             self.request_status.pop(room, None)
             self._drop_backend_state(room)
             self.drop_digests(room)
+            if self.disaggregation_mode == DisaggregationMode.PREFILL:
+                self.transfer_log.ended(room)
             return self.failure_records.pop(room, None)
 
     # Prefill
@@ -164,6 +169,7 @@ class RoomTable:
             sender = self.senders.get(room)
             if sender is not None and not sender.is_closed:  # another request with this room
                 return
+            self.transfer_log.rejected(room, reason)
             self.record_failure(room, reason)
         self.close_failed_room(room)
 

@@ -71,6 +71,8 @@ class VerifyingManager:
         frames, reports = self.arrived_digests[room].values(), self.verifier.reports
         with reports.lock:
             report = reports.report_for(address, f"{self.local_ip}:{self.rank_port}")
+            before = report.failed
             reason = self.verifier.compare(room, frames, pages, state_pages, report, seconds)
             reports.mark_changed(address)
+            self.note_verified(address, report.failed > before)
         return reason

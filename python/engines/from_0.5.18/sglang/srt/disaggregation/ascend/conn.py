@@ -11,6 +11,7 @@ RENAMED = (("AscendKVManager", "EngineAscendKVManager"),)
 
 
 class AscendKVManager(EngineAscendKVManager):
+    backend_name = "ascend"
     register_memory = staticmethod(register_ranges)
 
     def register_buffer_to_engine(self) -> None:

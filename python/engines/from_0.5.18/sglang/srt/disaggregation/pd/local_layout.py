@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.pd.file_guard import check_engine_files
 from sglang.srt.disaggregation.pd.packed_mode import is_packed_mode, read_packing_bytes
 from sglang.srt.disaggregation.pd.peer_silence import read_silent_seconds
 from sglang.srt.disaggregation.pd.pool_views import set_views
+from sglang.srt.disaggregation.pd.server_names import own_server_name
 from sglang.srt.disaggregation.pd.verify import make_verifier
 from sglang.srt.disaggregation.pd.verify_exchange import BACKENDS, require_verifiable
 from sglang.srt.disaggregation.pd.verify_mode import verify_mode
@@ -164,6 +165,7 @@ def _layout(
         aux=_aux_widths(args),
         aux_slots=min(map(int.__floordiv__, args.aux_data_lens, args.aux_item_lens)),
         verifies=bool(verify_mode()),
+        server=own_server_name(_scheduler),
     )
 
 

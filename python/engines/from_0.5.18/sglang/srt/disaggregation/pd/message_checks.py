@@ -29,6 +29,7 @@ def drop_invalid(
     recv: Callable[[], Optional[Frames]],
     check: Callable[[Frames], Optional[bool]],
     done: Callable[[], None] = lambda: None,
+    dropped: Callable[[], None] = lambda: None,
 ) -> Callable[[], Optional[Frames]]:
     """Returns a function like `recv` that skips messages which `check` handles or rejects.
 
@@ -36,6 +37,7 @@ def drop_invalid(
         recv: Returns a message's frames, or None.
         check: Returns True for a message that it has handled; raises for an invalid one.
         done: Called when the engine fetches the next message.
+        dropped: Called for each invalid message.
     """
 
     def recv_valid() -> Optional[Frames]:
@@ -54,6 +56,7 @@ def drop_invalid(
                 # Some errors contain the whole frame.
                 why = f"{type(error).__name__}: {str(error)[:300]}"
                 logger.error(f"Dropped a message of {len(frames)} frames: {why}")
+                dropped()
 
     return recv_valid
 
@@ -66,9 +69,10 @@ class ValidatingSocket:
         sock: zmq.Socket,
         check: Callable[[Frames], Optional[bool]],
         done: Callable[[], None] = lambda: None,
+        dropped: Callable[[], None] = lambda: None,
     ):
         self.sock = sock
-        self.recv_multipart = drop_invalid(sock.recv_multipart, check, done)
+        self.recv_multipart = drop_invalid(sock.recv_multipart, check, done, dropped)
 
     def __getattr__(self, name: str):
         return getattr(self.sock, name)

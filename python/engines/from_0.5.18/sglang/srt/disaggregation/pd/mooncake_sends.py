@@ -20,7 +20,6 @@ from sglang.srt.disaggregation.kv_layout import (
     Sizes,
     TransferPlan,
     decode_layout,
-    find_layout_frame,
     find_sizes,
 )
 from sglang.srt.disaggregation.pd.copy_batches import write_copies
@@ -59,7 +58,8 @@ class SessionRegistration(PeerRegistration):
 
     def read_own_frames(self, msg: list[bytes]) -> None:
         """Reads the frames of a registration that describe buffers and their sizes."""
-        self.layout_frame, self.sizes = find_layout_frame(msg), find_sizes(msg)
+        super().read_own_frames(msg)
+        self.sizes = find_sizes(msg)
 
 
 class MooncakeSends(BoundedWrites, PrefillManager):
@@ -78,6 +78,7 @@ class MooncakeSends(BoundedWrites, PrefillManager):
             RuntimeError: At startup, a buffer that the transfer engine sends cannot be registered;
                 the text names it.
         """
+        self.start_transfer_log()
         self.make_packing()
         with raise_only_at_startup(self):
             self.register_memory(self.kv_args, self.engine.batch_register, aux_over_tcp)
@@ -144,8 +145,10 @@ class MooncakeSends(BoundedWrites, PrefillManager):
         """Writes these pages of all layers to the peer. Returns the transfer engine's status."""
         session, plan = mooncake_session_id, self.plan_for(mooncake_session_id)
         if plan is not None and dst_device_kv_indices is None:
+            self.note_sending(session, "kv", plan.kv)
             pages = (prefill_kv_indices, dst_kv_indices)
             return self.transfer_by_plan(session, "kv", plan.kv, *pages, executor)
+        self.note_sending(session, "kv")
         sent = (session, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, executor)
         more = (dst_layer_ids, dst_device_kv_indices, *more)
         return super().send_kvcache(*sent, *more, **options)
@@ -165,6 +168,7 @@ class MooncakeSends(BoundedWrites, PrefillManager):
     ) -> int:
         """Writes the KV heads that both sides hold, if their TP sizes differ."""
         session, plan = mooncake_session_id, self.plan_for(mooncake_session_id)
+        self.note_sending(session, "kv", plan and plan.kv)
         if plan is not None:
             pages = (prefill_kv_indices, dst_kv_indices)
             return self.transfer_by_plan(session, "kv", plan.kv, *pages, executor)
@@ -238,6 +242,7 @@ class MooncakeSends(BoundedWrites, PrefillManager):
         """Writes the request's metadata to the peer. Returns the transfer engine's status."""
         session, own = req.mooncake_session_id, self.kv_args.aux_data_ptrs
         plan = self.aux_plan_for(session)
+        self.note_sending(session, "aux")
         nvlink = self.enable_custom_mem_pool and self.custom_mem_pool_type == "NVLINK"
         if plan is None or nvlink or envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get():
             return super().send_aux(req, prefill_aux_index, dst_aux_ptrs)
@@ -266,6 +271,7 @@ class MooncakeSends(BoundedWrites, PrefillManager):
     ) -> int:
         """Writes state to the peer. Returns the transfer engine's status."""
         plan = self.plan_for(req.mooncake_session_id)
+        self.note_sending(req.mooncake_session_id, "state", plan and plan.state)
         if plan is None or plan.state is None:
             self._check_state_lists(req, prefill_state_indices)
             self.check_state_slots(req.mooncake_session_id, self._state_slots(req))

@@ -19,7 +19,6 @@ from sglang.srt.disaggregation.kv_layout import (
     PeerPlan,
     PreparedPlan,
     TransferPlan,
-    find_layout_frame,
     prepare,
 )
 from sglang.srt.disaggregation.pd.early_connections import EarlyConnections
@@ -68,10 +67,6 @@ class AgentRegistration(PeerRegistration):
     needs_retry = False
     retry_at = 0.0
 
-    def read_own_frames(self, msg: list[bytes]) -> None:
-        """Reads the frame of a registration that describes buffers."""
-        self.layout_frame = find_layout_frame(msg)
-
 
 class ConnectionState(threading.local):
     """The decode rank that a worker is sending to, and those whose connection it found lost.
@@ -108,6 +103,7 @@ class NixlSends(EarlyConnections, PrefillManager):
 
         Without memory to pack in, this rank sends slices.
         """
+        self.start_transfer_log()
         if self.memory == "DRAM":
             register_vram_as_dram(self.agent)
         super().register_buffer_to_engine()
@@ -127,7 +123,10 @@ class NixlSends(EarlyConnections, PrefillManager):
     def _start_bootstrap_thread(self):
         """Starts prefill's thread for messages. Extends the engine's: drops invalid ones."""
         self.server_socket = ValidatingSocket(
-            self.server_socket, self._check_prefill_message, self.failures.end_message
+            self.server_socket,
+            self._check_prefill_message,
+            self.failures.end_message,
+            self.transfer_log.malformed,
         )
         super()._start_bootstrap_thread()
 
@@ -251,6 +250,15 @@ class NixlSends(EarlyConnections, PrefillManager):
         return True
 
     # Transfers
+
+    def note_sending(self, peer: str, kind: str, plan: TransferPlan | None = None) -> None:
+        """Notes what a worker sends next. Extends `PrefillManager`'s: also whose connection it is.
+
+        Args:
+            plan: None if the engine sends in its own way.
+        """
+        self.connection.peer = peer
+        super().note_sending(peer, kind, plan)
 
     def _note_taken(self, chunk: Any) -> None:
         self.connection.unsettled.clear()  # NIXL cancels them

@@ -20,8 +20,10 @@ from sglang.srt.disaggregation.kv_layout import (
     RankLayout,
     StockRegistration,
     decode_layout,
+    find_layout_frame,
 )
 from sglang.srt.disaggregation.pd.peer_plans import plan_registered
+from sglang.srt.disaggregation.pd.server_names import server_name
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +33,18 @@ class PeerRegistration:
 
     # The description of its buffers; empty if it sends none.
     layout_frame: bytes = b""
+    # The server it belongs to, see `pd.server_names`.
+    server: str = ""
     # How it is served: by this plan, or not at all, for this reason; else by the engine's own code.
     plan: PeerPlan | None = None
     refusal: str = ""
     # Whether it waits to be told which chunks it must interleave, if any.
     awaits_units: bool = False
+
+    def read_own_frames(self, msg: list[bytes]) -> None:
+        """Reads the frame of a registration that describes buffers."""
+        self.layout_frame = find_layout_frame(msg)
+        self.server = server_name(self.layout_frame, getattr(self, "endpoint", ""))
 
 
 def is_dummy(info: Any) -> bool:

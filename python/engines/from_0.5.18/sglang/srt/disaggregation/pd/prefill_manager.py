@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.kv_layout import AuxPlan, LayoutError, PeerPlan
+from sglang.srt.disaggregation.kv_layout import AuxPlan, LayoutError, PeerPlan, TransferPlan
 from sglang.srt.disaggregation.pd.message_checks import check_metadata_message
 from sglang.srt.disaggregation.pd.packing import make_packing_buffers
 from sglang.srt.disaggregation.pd.peer_queue import PeerQueues, Peers
@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.pd.peers import chunk_refusal, is_dummy
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
 from sglang.srt.disaggregation.pd.room_failures import (
     ABORTED,
+    ABORTED_BY_DECODE,
     Endpoint,
     RoomFailures,
     parse_abort,
@@ -32,6 +33,7 @@ from sglang.srt.utils.network import NetworkAddress
 logger = logging.getLogger(__name__)
 
 ENDED = (KVPoll.Success, KVPoll.Failed)
+UNSENT = "Aborted before it was sent"
 
 
 class PrefillManager(SilenceWatch, PeerQueues):
@@ -57,6 +59,16 @@ class PrefillManager(SilenceWatch, PeerQueues):
         """Returns the plan for a decode rank's metadata; None if the engine sends them."""
         plan = self.plan_for(peer)
         return plan.aux if plan is not None and plan.aux.widths else None
+
+    def note_sending(self, peer: str, kind: str, plan: TransferPlan | None = None) -> None:
+        """Notes what a worker sends next to a decode rank.
+
+        Args:
+            kind: `kv`, `state` or `aux`.
+            plan: None if the engine sends in its own way.
+        """
+        if self.transfer_log.is_on:
+            self.now_sending.set(peer, self.worker_state.room, kind, plan)
 
     def add_transfer_request(
         self,
@@ -232,6 +244,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
 
     def refuse(self, room: int, reason: str) -> None:
         """Fails a request without a sender; notifies decode ranks now, or when they request it."""
+        self.transfer_log.rejected(room, reason)
         self.drop_collected_rooms()
         self.failures.run_when_stored(room, functools.partial(self._refuse, room, reason))
 
@@ -255,6 +268,7 @@ class PrefillManager(SilenceWatch, PeerQueues):
     def _drop_collected_room(self, room: int, notified: set[Endpoint]) -> None:
         if room in self.failures.senders:  # another request has the room
             return
+        self.transfer_log.dropped(room, self.failure_records.get(room, UNSENT))
         status = self.request_status.get(room)
         if status not in (None, KVPoll.Bootstrapping, KVPoll.Success):
             # It failed, or the scheduler has dropped a request for which decode waits.
@@ -365,6 +379,8 @@ class PrefillManager(SilenceWatch, PeerQueues):
         is_taken = super()._handle_abort_notification(msg)
         if room in self.transfer_infos:
             self._fail_incomplete_room(room)
+        if self.request_status.get(room) == KVPoll.Failed:
+            self.transfer_log.failed(room, ABORTED_BY_DECODE)
         self.track_room_without_sender(room, decode)
         return is_taken
 

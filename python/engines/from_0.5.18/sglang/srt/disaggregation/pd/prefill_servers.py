@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 from concurrent.futures import Future, TimeoutError
@@ -189,6 +190,11 @@ class PrefillServers:
             super()._handle_node_failure(failed_bootstrap_addr)
             self.routes.pop(failed_bootstrap_addr, None)
             self.incompatible.pop(failed_bootstrap_addr, None)
+
+    def has_gone_silent(self, rank: dict) -> bool:
+        """Returns whether this prefill rank is silent; False for one that was sent nothing yet."""
+        socket = PeerSocket.to(rank["rank_ip"], rank["rank_port"])
+        return self.silent_seconds <= socket.silent_for() < math.inf
 
     def is_silent(self, rank: dict) -> bool:
         """Returns whether requests to this prefill rank must fail; keeps trying to reach it."""

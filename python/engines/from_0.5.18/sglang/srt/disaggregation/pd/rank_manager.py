@@ -9,6 +9,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.kv_layout import RankLayout, encode_layout
 from sglang.srt.disaggregation.pd.compatibility import AbortNotifier
 from sglang.srt.disaggregation.pd.interleaving import Interleaver
+from sglang.srt.disaggregation.pd.noted_transfers import NotedTransfers
 from sglang.srt.disaggregation.pd.packing import PackingBuffers
 from sglang.srt.disaggregation.pd.peer_sockets import PeerSocket
 from sglang.srt.disaggregation.pd.per_instance import PerInstance
@@ -31,7 +32,7 @@ class EngineAttributes:
     _deferred_ack_poisoned_rooms: set[int] = PerInstance(set)
 
 
-class RankManager(PrefillServers, EngineAttributes):
+class RankManager(NotedTransfers, PrefillServers, EngineAttributes):
     """Base of a rank's KV manager, before the engine's."""
 
     status_lock = PerInstance(threading.RLock)
@@ -75,11 +76,32 @@ class RankManager(PrefillServers, EngineAttributes):
         with self.failure_lock:
             if bootstrap_room in self.request_status:
                 self.failure_records[bootstrap_room] = failure_reason
+                self.transfer_log.failed(bootstrap_room, failure_reason)
 
     def drop_reason(self, room: int) -> None:
         """Drops the reason why this room failed, which nobody will request any more."""
         with self.failure_lock:
             self.failure_records.pop(room, None)
+
+    def prefill_kinds(self) -> dict[str, int]:
+        """Returns how many prefill servers are `patched`, `stock`, `refused` and `silent`."""
+        kinds = {}
+        for address in list(self.prefill_info_table):
+            _, ranks = self.routes.get(address, (None, {}))
+            is_patched = any(rank.get("reads_layouts") for rank in list(ranks.values()))
+            kinds[address] = "patched" if is_patched else "stock"
+            if address in self.incompatible:
+                kinds[address] = "refused"
+            elif any(self.has_gone_silent(rank) for rank in list(ranks.values())):
+                kinds[address] = "silent"
+        return self.count_prefills(kinds)
+
+    def _query_sizes(self, address: str) -> bool:
+        """Queries a server. Extends `PrefillServers`': notes the name of one that has answered."""
+        is_known = super()._query_sizes(address)
+        if is_known:
+            self.note_prefill(address)
+        return is_known
 
     def check_status(self, bootstrap_room: int) -> KVPoll:
         """Returns a room's status; `Failed` for a room that another thread has just dropped.

@@ -121,6 +121,8 @@ class PrefillReceiver:
         self.is_cleared = True
         manager, room = self.kv_mgr, self.bootstrap_room
         self.stop_interleaving()
+        if self.conclude_state == KVPoll.Failed:
+            manager.transfer_log.dropped(room, "")  # maybe only another rank knows why
         manager.requested_ranks.pop(room, None)
         with manager.status_lock:
             clear()

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 # How many rooms to remember of requests that failed here, and how many without a request.
 MAX_FAILED_ROOMS = 4096
 ABORTED = "Aborted on prefill"
+ABORTED_BY_DECODE = "Aborted by decode"
 FAILED_ELSEWHERE = "the request failed on another rank, whose log may have the reason"
 # How many decode ranks to remember per room as notified, or as having aborted; a fleet has fewer.
 MAX_NOTIFIED_RANKS = 1024
@@ -315,6 +316,11 @@ class NotifyingSender:
         if self.finalizer is not None:  # it could run later, when the room is another request's
             self.finalizer.detach()
         manager, room = self.kv_mgr, self.bootstrap_room
+        if hasattr(manager, "failures") and manager.failures.senders.get(room, self) is self:
+            if self.conclude_state == KVPoll.Failed:
+                manager.transfer_log.dropped(room, "")  # maybe only another rank knows why
+            else:
+                manager.transfer_log.ended(room)
         if self.conclude_state == KVPoll.Failed and self._notifies_decode():
             self.reason = manager.failure_records.get(room)
             manager.failures.run_when_stored(room, self._clear_failed)

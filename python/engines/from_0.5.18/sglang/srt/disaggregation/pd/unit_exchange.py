@@ -63,6 +63,7 @@ class InterleavingReceiver:
     def send_metadata(self, kv_indices, aux_index=None, state_indices=None, *more, **options):
         """Sends the metadata. Extends the engine's: notes the pages, which may be interleaved."""
         self.requested_pages = (kv_indices, state_indices[0] if state_indices else None)
+        self.kv_mgr.note_requested(self.bootstrap_room, self.bootstrap_addr)
         return super().send_metadata(kv_indices, aux_index, state_indices, *more, **options)
 
     def poll(self) -> KVPoll:
@@ -73,6 +74,8 @@ class InterleavingReceiver:
         try:
             if self.interleaving is None:
                 self.interleaving = self._start_interleaving(*self.requested_pages)
+                if self.interleaving is not None:
+                    self.kv_mgr.transfer_log.entered(self.bootstrap_room, "interleaving")
             if self.interleaving is not None and not self.interleaving.is_done():
                 return KVPoll.Transferring
         except Exception as error:
@@ -85,6 +88,7 @@ class InterleavingReceiver:
             self.conclude_state = KVPoll.Failed
             return KVPoll.Failed
         self.requested_pages = self.interleaving = None
+        self.kv_mgr.transfer_log.entered(self.bootstrap_room, "queued")
         return status
 
     def _start_interleaving(self, pages, state_pages) -> InterleavingJob | None:

@@ -149,8 +149,10 @@ class VerifyingReceiver:
         with verifier.reports.lock:
             report = verifier.reports.report_for(self.bootstrap_addr, at)
             seconds = time.time() - requested_at
+            before = report.failed
             reason = verifier.compare(self.bootstrap_room, frames, pages, state, report, seconds)
             verifier.reports.mark_changed(self.bootstrap_addr)
+            manager.note_verified(self.bootstrap_addr, report.failed > before)
         return reason
 
     def clear(self) -> None:
