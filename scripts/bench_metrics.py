@@ -12,21 +12,17 @@ import os
 import random
 import statistics
 import time
+from functools import partial
 from typing import Annotated
 
 import bench_serve
-import httpx
 import typer
 from bench_common import FIRST_TOKEN_BY_MODE, NOTES, JsonFile, finish, show
 
-from pd_harness import cluster
-from pd_harness.ports import free_ports
 from sglang_pd.engine_free import load
 
 LENGTHS = (200, 1024, 8192)  # of prompts, in tokens
 STARTS, ROUNDS = 4, 2
-CONTEXT = bench_serve.LONG_CONTEXT  # also each pool's size
-TOPOLOGY = cluster.Topology("nixl", page_size=16, decode_tokens=CONTEXT)
 OFF, AGAIN, LINES, ENGINE, METRICS = "off", "off again", "lines", "engine metrics", "metrics"
 # A mode, and the one without what is to be measured: the engine's own metrics cost something, too.
 COMPARED = {AGAIN: OFF, LINES: OFF, METRICS: ENGINE}
@@ -36,33 +32,12 @@ SECONDS, REQUESTS = 5, 50  # for which a log is timed, and requests in each seco
 
 
 def pair(mode: str) -> bench_serve.ServerPair:
-    """Patched servers over NIXL for long prompts, which note nothing, or what `mode` says."""
-    logs, (store_port,) = bench_serve.LOGS / f"metrics-{mode.replace(' ', '-')}", free_ports(1)
-    lines = logs / "lines"
-    lines.mkdir(parents=True, exist_ok=True)
+    """Servers for long prompts, which note nothing, or what `mode` says."""
+    label = f"metrics-{mode.replace(' ', '-')}"
+    lines = bench_serve.LOGS / label / "lines"
     environment = {LINES: {"SGLANG_PD_REQUEST_LOG": str(lines)}, ENGINE: {"SGLANG_PD_METRICS": "0"}}
-    common = {
-        "environment": environment.get(mode, {}),
-        "metrics": mode in (ENGINE, METRICS),
-        "idle_sleep": False,
-        "chunk": 2048,
-    }
-    where = ("patched", bench_serve.long_model(), logs, store_port)
-    prefill = cluster.prefill_server(TOPOLOGY, *where, max_tokens=CONTEXT, **common)
-    return prefill, cluster.decode_server(TOPOLOGY, *where, **common)
-
-
-async def first_tokens(servers: bench_serve.ServerPair, seed: int) -> list[float]:
-    """Milliseconds to the first token of one prompt of each length."""
-    rng = random.Random(seed)
-    async with httpx.AsyncClient(timeout=bench_serve.SECONDS, trust_env=False) as client:
-        # Wakes the servers, which were stopped.
-        await bench_serve.time_request(client, servers, rng.choices(range(256), k=32))
-        timed = [
-            await bench_serve.time_request(client, servers, rng.choices(range(256), k=length))
-            for length in LENGTHS
-        ]
-    return [1e3 * one.first for one in timed]
+    metrics = mode in (ENGINE, METRICS)
+    return bench_serve.long_pair(label, environment.get(mode, {}), metrics=metrics)
 
 
 def served_rows(starts: int, rounds: int) -> list[dict]:
@@ -71,7 +46,7 @@ def served_rows(starts: int, rounds: int) -> list[dict]:
     `ratio` has the median over the starts of each mode to the one without; `spread` how far apart
     the ratios of equal servers were, over the starts.
     """
-    medians = []
+    medians, first_tokens = [], partial(bench_serve.first_tokens, lengths=LENGTHS)
     for _ in range(starts):
         pairs = {mode: pair(mode) for mode in (OFF, AGAIN, LINES, ENGINE, METRICS)}
         blocks = bench_serve.run_blocks(pairs, rounds, first_tokens)

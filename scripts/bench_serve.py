@@ -14,7 +14,7 @@ import shutil
 import signal
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +25,7 @@ from bench_common import SERVE, JsonFile, console, finish, show
 
 from pd_harness import cluster
 from pd_harness.cpu_host.models import TinyGQA, TinyMLA, TinyModel, write_atomically
+from pd_harness.ports import free_ports
 
 LOGS = cluster.PD_ENV / "logs" / "bench"
 ENGINES = ("stock", "patched")
@@ -84,6 +85,28 @@ def long_model() -> Path:
         (folder / "config.json").write_text(json.dumps(config))
 
     return write_atomically(short.with_name(f"{short.name}-long"), write)
+
+
+def long_pair(label: str, environment: dict[str, str], **both) -> ServerPair:
+    """Patched servers over NIXL, TP 1 to 1, for prompts of up to LONG_CONTEXT tokens."""
+    topology = cluster.Topology("nixl", page_size=16, decode_tokens=LONG_CONTEXT)
+    both |= {"environment": environment, "idle_sleep": False, "chunk": 2048}
+    where = ("patched", long_model(), LOGS / label, *free_ports(1))
+    prefill = cluster.prefill_server(topology, *where, max_tokens=LONG_CONTEXT, **both)
+    return prefill, cluster.decode_server(topology, *where, **both)
+
+
+async def first_tokens(servers: ServerPair, seed: int, lengths: Iterable[int]) -> list[float]:
+    """Milliseconds to the first token of one prompt of each length, in tokens."""
+    rng = random.Random(seed)
+    async with httpx.AsyncClient(timeout=SECONDS, trust_env=False) as client:
+        # Wakes the servers, which were stopped.
+        await time_request(client, servers, rng.choices(range(256), k=32))
+        timed = [
+            await time_request(client, servers, rng.choices(range(256), k=length))
+            for length in lengths
+        ]
+    return [1e3 * one.first for one in timed]
 
 
 def run_blocks(

@@ -9,10 +9,10 @@ import logging
 import random
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import bench_serve
-import httpx
 import torch
 import typer
 from bench_common import DIGESTS, FIRST_TOKEN, JsonFile, finish, medians, show
@@ -20,15 +20,10 @@ from bench_cpu_copy import PAGE_SIZE, TOKENS, pools
 from sglang.srt.disaggregation.kv_layout import RankLayout, describe_pools, sent_parts
 from sglang.srt.disaggregation.pd.page_digests import PageViews
 
-from pd_harness import cluster
-from pd_harness.ports import free_ports
-
 REPEATS = 5
 LENGTHS = (1024, 8192)  # of prompts, in tokens
 ROUNDS = 6
 MODES = {"off": "0", "on": "1"}
-CONTEXT = bench_serve.LONG_CONTEXT  # also each pool's size
-TOPOLOGY = cluster.Topology("nixl", page_size=16, decode_tokens=CONTEXT)
 
 
 def page_memory(pool) -> tuple[PageViews, tuple]:
@@ -80,33 +75,13 @@ def digest_row(name: str, memory: PageViews, parts: tuple, tokens: int) -> dict:
 
 
 def pair(mode: str) -> bench_serve.ServerPair:
-    """Patched servers over NIXL for long prompts; with mode "on" they verify."""
-    logs, (store_port,) = bench_serve.LOGS / f"verify-{mode}", free_ports(1)
-    common = {
-        "environment": {"SGLANG_PD_VERIFY": MODES[mode]},
-        "idle_sleep": False,
-        "chunk": 2048,
-    }
-    where = ("patched", bench_serve.long_model(), logs, store_port)
-    prefill = cluster.prefill_server(TOPOLOGY, *where, max_tokens=CONTEXT, **common)
-    return prefill, cluster.decode_server(TOPOLOGY, *where, **common)
-
-
-async def first_tokens(servers: bench_serve.ServerPair, seed: int) -> list[float]:
-    """Milliseconds to the first token of one prompt of each length."""
-    rng = random.Random(seed)
-    async with httpx.AsyncClient(timeout=bench_serve.SECONDS, trust_env=False) as client:
-        # Wakes the servers, which were stopped.
-        await bench_serve.time_request(client, servers, rng.choices(range(256), k=32))
-        timed = [
-            await bench_serve.time_request(client, servers, rng.choices(range(256), k=length))
-            for length in LENGTHS
-        ]
-    return [1e3 * one.first for one in timed]
+    """Servers for long prompts; with mode "on" they verify."""
+    return bench_serve.long_pair(f"verify-{mode}", {"SGLANG_PD_VERIFY": MODES[mode]})
 
 
 def serving_rows(rounds: int) -> list[dict]:
     """Medians of both modes for each length, measured in turns, with their ratio and noise."""
+    first_tokens = partial(bench_serve.first_tokens, lengths=LENGTHS)
     blocks = bench_serve.run_blocks({mode: pair(mode) for mode in MODES}, rounds, first_tokens)
     rows = []
     for at, length in enumerate(LENGTHS):

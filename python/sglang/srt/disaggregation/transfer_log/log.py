@@ -64,10 +64,10 @@ class TransferLog:
         Raises:
             OSError: `SGLANG_PD_REQUEST_LOG` names a folder that cannot be written.
         """
+        if not self.is_wanted(shows_metrics):
+            return
         folder = metrics_folder() if shows_metrics else ""
         records = record_file(side, rank)
-        if not folder and records is None:
-            return
         activity = PeerActivity(Path(folder) if folder else None)
         rooms = Rooms(side, rank, backend, is_first_rank, Series(activity))
         self._events = deque()
