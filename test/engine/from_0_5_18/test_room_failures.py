@@ -1,6 +1,7 @@
 """Prefill notifies decode of requests that failed, even if decode requests them only later."""
 
 import gc
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from weakref import WeakValueDictionary
 
@@ -20,6 +21,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.pd import peer_silence, peer_sockets, room_failures
 from sglang.srt.disaggregation.pd.room_failures import ABORT, abort_message
+from sglang.srt.disaggregation.transfer_log.failures import failure_kind
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("published")]
 
@@ -376,6 +378,26 @@ def test_aborting_decode_is_not_notified_while_its_abort_is_read(prefill, decode
     new_sender(prefill, ROOM)
     send_metadata(prefill, decode, ROOM)
     assert sent_statuses(prefill) == []
+
+
+def test_abort_by_decode_is_noted_before_the_scheduler_may_close_the_room(prefill, decode):
+    """A failure without a reason is taken for another rank's, and is not counted."""
+    events = prefill.transfer_log._events = deque()
+    sender = new_sender(prefill, ROOM)
+    send_metadata(prefill, decode, ROOM)
+    update = prefill.update_status
+
+    def ended_at_once(room, status):
+        update(room, status)
+        finish_failed(sender)
+        sender.clear()
+
+    prefill.update_status = ended_at_once
+    process_messages(prefill, ABORT_MESSAGE)
+    noted = [(happened.__name__, facts) for happened, _, facts in events]
+    names = [name for name, _ in noted]
+    reasons = [reason for name, (_, reason) in noted[: names.index("dropped")] if name == "failed"]
+    assert "aborted_by_peer" in map(failure_kind, reasons), noted
 
 
 def test_abort_by_decode_racing_with_a_failure_is_not_notified(prefill, decode, monkeypatch):

@@ -376,11 +376,12 @@ class PrefillManager(SilenceWatch, PeerQueues):
         room, decode, _ = parse_abort(msg)
         if decode is not None:
             self.failures.note_abort(room, decode)
+        if self.request_status.get(room) not in (None, KVPoll.Success):
+            # The scheduler may close the room as soon as the engine has failed it.
+            self.transfer_log.failed(room, ABORTED_BY_DECODE)
         is_taken = super()._handle_abort_notification(msg)
         if room in self.transfer_infos:
             self._fail_incomplete_room(room)
-        if self.request_status.get(room) == KVPoll.Failed:
-            self.transfer_log.failed(room, ABORTED_BY_DECODE)
         self.track_room_without_sender(room, decode)
         return is_taken
 
