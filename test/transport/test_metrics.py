@@ -61,29 +61,32 @@ def assert_counted(servers, folder: Path, paths: set[str]) -> None:
     pairs = [one.call("verify_results")["pairs"].values() for one in servers.decode]
     compared = sum(count["bytes"] for counts in pairs for count in counts)
 
-    def counted() -> float:
+    def counted() -> tuple[float, bool]:
+        """Bytes of KV and state, and whether there are any of metadata, which come last."""
         of_kind = sums(folder, "sglang_pd_transfer_bytes_total", 1)
-        return of_kind.get("kv", 0) + of_kind.get("state", 0)
+        return of_kind.get("kv", 0) + of_kind.get("state", 0), of_kind.get("aux", 0) > 0
 
-    assert_eventually(counted, compared, 10)
+    assert_eventually(counted, (compared, True), 10)
     used = sums(folder, "sglang_pd_transfer_bytes_total", 2)
     assert used.keys() - {"whole"} == paths - {"whole"} and used["whole"] > 0  # aux is whole
+    assert_eventually(lambda: lost_events(folder), {"prefill": 0, "decode": 0}, 10)
     backend = servers.fleet.backend
     assert set(sums(folder, "sglang_pd_descriptors_total", 0)) == {backend}
     if backend != "nixl" or not SINCE_0_5_18:  # there NIXL's log lacks what is prepared
         written = [rank.call("written") for rank in servers.prefill]
         for metric, what in (("descriptors", "count"), ("transfer_bytes", "bytes")):
-            found = sums(folder, f"sglang_pd_{metric}_total", 0)[backend]
-            assert found == sum(one[what] for one in written), (metric, found, written)
+            name, expected = f"sglang_pd_{metric}_total", sum(one[what] for one in written)
+            assert_eventually(lambda name=name: sums(folder, name, 0)[backend], expected, 10)
     (peer,) = sums(folder, "sglang_pd_descriptors_total", 3)
     assert ":" in peer and "unknown" not in peer
-    assert sums(folder, "sglang_pd_transfer_bytes_total", 1)["aux"] > 0
-    found = scrape(folder)
-    assert sum(
-        value for key, value in found.items() if key[0] == "sglang_pd_transfer_seconds_count"
-    )
-    assert found["sglang_pd_peers", "patched", "prefill"] == 1
-    assert not any(found["sglang_pd_lost_events_total", side] for side in ("prefill", "decode"))
+    # A rank writes each kind of metric to a file of its own, one after the other.
+    assert_eventually(lambda: bool(sums(folder, "sglang_pd_transfer_seconds_count", 0)), True, 10)
+    patched = ("sglang_pd_peers", "patched", "prefill")
+    assert_eventually(lambda: scrape(folder).get(patched), 1, 10)
+
+
+def lost_events(folder: Path) -> dict[str, float]:
+    return sums(folder, "sglang_pd_lost_events_total", 0)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +132,7 @@ def test_failure_has_a_reason_and_a_peer(serve, tmp_path, backend):
         prefill.call("wait_for_room", room=ROOM, seconds=10)
         failure = ("sglang_pd_failures_total", peer, "aborted_by_peer", "prefill")
         assert_eventually(lambda: scrape(tmp_path).get(failure), 1, 10)
-        assert scrape(tmp_path)[prefilling] == 0
+        assert_eventually(lambda: scrape(tmp_path)[prefilling], 0, 10)
 
 
 def exchange(servers) -> None:
