@@ -5,7 +5,6 @@ import time
 
 import pytest
 from disconnects import CHUNK, DisconnectCase, disconnect_clients, fleet
-from engine_release import IS_DEFAULT
 from scheduler_dumps import dump_environment, pending_by_rank
 from server_pairs import LOGS, ended, make_pair
 from serving_checks import (
@@ -102,17 +101,11 @@ STOCK = {
 
 
 def cases() -> list:
-    """Returns one seed for push cases; nightly one seed, in turn, for all other cases, too.
-
-    On the default release two stages over each backend have two seeds.
-    """
+    """Returns one seed for push cases; nightly one seed, in turn, for all other cases, too."""
     always = PUSH_CASES[release()]
     found = [pytest.param(one, [0], id=f"{one.name}-0") for one in FLEETS if one.name in always]
     for at, one in enumerate(FLEETS):
-        has_many = one.topology.prefill_pp == 2 and one.topology.prefill_tp == 1
-        count = 2 if has_many and IS_DEFAULT else 1
-        seeds = [(at + 2 * n) % SEEDS for n in range(count)]
-        found.append(pytest.param(one, seeds, id=one.name, marks=pytest.mark.nightly))
+        found.append(pytest.param(one, [at % SEEDS], id=one.name, marks=pytest.mark.nightly))
     return found
 
 

@@ -36,7 +36,7 @@ STATUS_BACKENDS = BACKENDS if SINCE_0_5_18 else BACKENDS[1:]
 NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 FUZZED_COUNTS = [BATCH if SINCE_0_5_18 else 1500]
 if IS_DEFAULT:
-    FUZZED_COUNTS.append(pytest.param(2500, marks=NIGHTLY))
+    FUZZED_COUNTS.append(pytest.param(1500, marks=NIGHTLY))
 SRC = [9, 2, 3, 7]
 PAGES = (SRC, DST)
 # Far apart, so that a mutated number does not hit another room by chance.

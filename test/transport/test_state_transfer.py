@@ -128,7 +128,10 @@ def test_sliding_window_stages(serve, backend, name):
         assert_heads_moved(servers)
 
 
-@alternate_backends(["full", "window"])
+@pytest.mark.parametrize(
+    "name, backend",
+    [pytest.param("full", "nixl", marks=pytest.mark.nightly), ("window", "mooncake")],
+)
 def test_stock_sliding_window_stages(serve, backend, name):
     with serve(with_backend(backend, SWA_STAGES[name]), "stock", "stock") as servers:
         (answer,) = first_stage_last(servers, *SCATTERED)
