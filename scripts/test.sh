@@ -5,7 +5,8 @@
 #
 #   scripts/test.sh                      all tests of an ordinary CI run, for all releases
 #   scripts/test.sh --release 0.5.9      the same for one release of the engine
-#   scripts/test.sh --nightly            the remaining tests; those marked `alone` run one by one
+#   scripts/test.sh --nightly            the remaining tests; those marked `alone` run one by one,
+#                                        but for those also marked `waits`
 #   scripts/test.sh test/unit -k wire    some tests, for the default release
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/release.sh"
@@ -18,7 +19,7 @@ cd "$root"
 # Nightly files are long, so only tests that share a fleet run in sequence.
 passes=("not nightly") dist=loadfile
 if [[ ${1:-} == --nightly ]]; then
-    passes=("nightly and not alone" alone) dist=loadgroup
+    passes=("nightly and not alone" "alone and not waits" "alone and waits") dist=loadgroup
     shift
 fi
 workers=(-n 3 --no-loadscope-reorder --dist "$dist") whole=1
@@ -42,7 +43,7 @@ for release in "${releases[@]}"; do
     for pass in "${passes[@]}"; do
         echo "test: SGLang $release, $pass"
         parallel=("${workers[@]}")
-        [[ $pass != alone ]] || parallel=()
+        [[ $pass != "alone and not waits" ]] || parallel=()
         status=0
         scripts/cpu_host.sh --release "$release" --engine patched pytest \
             -m "$pass" "${parallel[@]}" "$@" "${suites[@]}" || status=$?

@@ -5,7 +5,7 @@ import time
 import pytest
 from board_picture import draw
 from disconnects import disconnect_clients
-from engine_release import SINCE_0_5_18
+from engine_release import SINCE_0_5_18, shown_by_0_5_23
 from server_pairs import LOGS
 from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, prompts
 from test_shared_fleet import DECODES, PREFILLS, make_shared_fleet, sizes
@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.serving,
     pytest.mark.nightly,
     pytest.mark.alone,
+    shown_by_0_5_23,
     pytest.mark.timeout(900),
     pytest.mark.skipif(device() != "cpu", reason="four servers, on one machine's cores"),
     pytest.mark.skipif(prometheus.skip_reason() is not None, reason=f"{prometheus.skip_reason()}"),

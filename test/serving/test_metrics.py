@@ -11,7 +11,7 @@ import httpx
 import pytest
 import zmq
 from disconnects import CLIENTS, disconnect_clients
-from engine_release import SINCE_0_5_18, release
+from engine_release import SINCE_0_5_18, release, shown_by_0_5_23
 from scheduler_dumps import dump_environment, paused_in_mid_prompt
 from server_metrics import failures, name_for_decode, name_for_prefill, open_rooms, sums, total
 from server_pairs import LOGS, ask_both, assert_freed, assert_right_answers, make_pair, restart
@@ -165,6 +165,7 @@ def test_dead_and_stopped_decode_servers_are_named(backend):
         assert not total(prefill, "lost_events_total")
 
 
+@shown_by_0_5_23
 @pytest.mark.parametrize("backend", ["nixl"])
 def test_dead_prefill_server_is_named(backend):
     with metered_pair(backend, "prefill") as (prefill, decode):
@@ -183,6 +184,7 @@ def test_dead_prefill_server_is_named(backend):
         assert why["level"] == "warning" and why["found"].endswith(f":{peer}: 1 peer_lost"), why
 
 
+@shown_by_0_5_23
 @pytest.mark.parametrize("backend", ["nixl"])
 def test_refused_servers_and_rejected_requests_are_told_apart(backend):
     too_long = {"input_ids": [5, 6, 7, 8] * (POOL // 4 + 50)}
@@ -196,6 +198,7 @@ def test_refused_servers_and_rejected_requests_are_told_apart(backend):
         assert_becomes(lambda: {why for _, why in failures(decode)}, {"refused"})
 
 
+@shown_by_0_5_23
 def test_stray_messages_are_counted():
     topology = Topology("nixl")
     with metered_pair("nixl", "stray") as (prefill, decode):
@@ -209,6 +212,7 @@ def test_stray_messages_are_counted():
         assert not failures(prefill) and not failures(decode)
 
 
+@shown_by_0_5_23
 def test_idle_servers_count_nothing():
     """Health checks are no requests."""
     with metered_pair("nixl", "idle") as (prefill, decode):

@@ -19,6 +19,10 @@ def not_0_5_18(why: str):
     return pytest.mark.skipif(IS_0_5_18, reason=f"0.5.18 {why}")
 
 
+# For a long test of code that 0.5.18 and 0.5.23 share.
+shown_by_0_5_23 = pytest.mark.skipif(IS_0_5_18, reason="0.5.23, with the same code, shows it")
+
+
 def without_extension_frames(registration: list[bytes]) -> list[bytes]:
     """Returns a registration message without the frames that stock does not send."""
     if SINCE_0_5_18:

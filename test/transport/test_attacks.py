@@ -49,6 +49,7 @@ def record_attack(case: str, backend: str, engine: str, found: dict, held: dict)
 
 
 @pytest.mark.alone
+@pytest.mark.waits
 @pytest.mark.parametrize("backend", [*BACKENDS, "ascend"] if IS_DEFAULT else BACKENDS)
 def test_attack_on_one_rank_does_not_delay_the_other(serve, backend):
     with serve(fleet_of(backend)) as servers:
