@@ -5,8 +5,8 @@
 #
 #   scripts/test.sh                      all tests of an ordinary CI run, for all releases
 #   scripts/test.sh --release 0.5.9      the same for one release of the engine
-#   scripts/test.sh --nightly            the remaining tests; those marked `alone` run one by one,
-#                                        but for those also marked `waits`
+#   scripts/test.sh --nightly            the remaining tests; those marked `alone` run one by one;
+#                                        those also marked `waits` run last, three at a time
 #   scripts/test.sh test/unit -k wire    some tests, for the default release
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/release.sh"

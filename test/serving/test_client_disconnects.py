@@ -82,8 +82,8 @@ FLEETS = [
 ]
 
 # (fleet, stock's outcome afterwards). With stages of unequal length stock's tokens are wrong; the
-# test is about how soon they come. A prefill server of 0.5.18 with stages may exit. What both later
-# releases do and takes minutes to show, one of them shows.
+# test is about how soon they come. A prefill server of 0.5.18 with stages may exit. 0.5.18 alone
+# repeats a case that takes minutes, and whose outcome is the same on 0.5.23.
 LATER = [
     (fleet("nixl", **PP_2), "http 500"),  # after the time-outs of ENGINE_TIMEOUTS
     (fleet("mooncake", **PP_2), "wrong"),

@@ -360,8 +360,8 @@ def test_postponed_end_of_a_room_spares_a_new_request_in_it(prefill):
     assert prefill.failures.senders[ROOM] is new and ROOM in prefill.request_status
 
 
-def test_aborting_decode_is_not_notified_while_its_abort_is_read(prefill, decode):
-    """Otherwise the next request of the room may get the notification."""
+def abort_and_end_at_once(prefill, decode) -> None:
+    """Aborts a room by decode; the scheduler ends the request as soon as its status is Failed."""
     sender = new_sender(prefill, ROOM)
     send_metadata(prefill, decode, ROOM)
     update = prefill.update_status
@@ -374,6 +374,11 @@ def test_aborting_decode_is_not_notified_while_its_abort_is_read(prefill, decode
     prefill.update_status = ended_at_once
     process_messages(prefill, ABORT_MESSAGE)
     prefill.update_status = update
+
+
+def test_aborting_decode_is_not_notified_while_its_abort_is_read(prefill, decode):
+    """Otherwise the next request of the room may get the notification."""
+    abort_and_end_at_once(prefill, decode)
     assert sent_statuses(prefill) == []
     new_sender(prefill, ROOM)
     send_metadata(prefill, decode, ROOM)
@@ -383,17 +388,7 @@ def test_aborting_decode_is_not_notified_while_its_abort_is_read(prefill, decode
 def test_abort_by_decode_is_noted_before_the_scheduler_may_close_the_room(prefill, decode):
     """A failure without a reason is taken for another rank's, and is not counted."""
     events = prefill.transfer_log._events = deque()
-    sender = new_sender(prefill, ROOM)
-    send_metadata(prefill, decode, ROOM)
-    update = prefill.update_status
-
-    def ended_at_once(room, status):
-        update(room, status)
-        finish_failed(sender)
-        sender.clear()
-
-    prefill.update_status = ended_at_once
-    process_messages(prefill, ABORT_MESSAGE)
+    abort_and_end_at_once(prefill, decode)
     noted = [(happened.__name__, facts) for happened, _, facts in events]
     names = [name for name, _ in noted]
     reasons = [reason for name, (_, reason) in noted[: names.index("dropped")] if name == "failed"]
