@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,6 +97,56 @@ def test_process_with_threads_does_not_fork(tmp_path):
     target = "exec, args=('import sys; print(\\'sglang\\' in sys.modules)',)"
     run(CHILD.format(seconds=0, threads=True, target=target), log).wait()
     assert lines(log, 2)[1] == "False"
+
+
+# A DP controller, which has threads when it starts a scheduler. Both print what they are.
+CONTROLLER = """
+import multiprocessing, os, threading, time
+context = multiprocessing.get_context("spawn")
+def run_data_parallel_controller_process():
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    scheduler = context.Process(target=exec, args=({scheduler!r},))
+    scheduler.start()
+    scheduler.join()
+    print("scheduler exited with", scheduler.exitcode, flush=True)
+controller = context.Process(target=run_data_parallel_controller_process)
+controller.start()
+print("controller", controller.pid, flush=True)
+controller.join()
+print("controller exited with", controller.exitcode, flush=True)
+"""
+SCHEDULER = """
+import os, sys, time
+print("scheduler", os.getpid(), os.getppid(), "sglang" in sys.modules, flush=True)
+"""
+
+
+def test_dp_controller_forks_schedulers(tmp_path):
+    log = tmp_path / "log"
+    run(CONTROLLER.format(scheduler=SCHEDULER + "sys.exit(5)"), log).wait()
+    found = log.read_text()
+    assert re.search("^scheduler .* True$", found, re.MULTILINE), found
+    assert "scheduler exited with 5" in found
+
+
+@pytest.mark.parametrize("which", ["controller", "scheduler"])
+def test_dp_controller_and_scheduler_end_together(which, tmp_path):
+    """The engine's scheduler exits with its parent, and sends it SIGQUIT when it fails."""
+    log = tmp_path / "log"
+    ending = {
+        "controller": "time.sleep(600)",
+        "scheduler": "os.kill(os.getppid(), 3); time.sleep(600)",
+    }[which]
+    bound = "from sglang.srt.utils import kill_itself_when_parent_died as bind; bind()\n"
+    process = run(CONTROLLER.format(scheduler=SCHEDULER + bound + ending), log)
+    found = dict(line.split(maxsplit=1) for line in lines(log, 2))
+    controller, (scheduler, forker) = int(found["controller"]), found["scheduler"].split()[:2]
+    if which == "controller":
+        os.kill(controller, signal.SIGKILL)
+    process.wait()
+    status = -signal.SIGKILL if which == "controller" else -signal.SIGQUIT
+    assert f"controller exited with {status}" in log.read_text()
+    assert all(has_exited(int(pid)) for pid in (controller, forker, scheduler))
 
 
 def test_variable_read_at_import_needs_another_fork_server(tmp_path):

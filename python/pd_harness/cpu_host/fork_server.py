@@ -16,7 +16,6 @@ import functools
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import runpy
 import select
@@ -27,12 +26,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from multiprocessing import popen_fork, popen_spawn_posix
 from pathlib import Path
 from types import ModuleType
 
 from pd_harness.cpu_host.import_hooks import after_import
 from pd_harness.cpu_host.nixl_plugin import load_nixl
+from pd_harness.cpu_host.process_start import fork_new_processes, is_single_threaded
 from pd_harness.releases import release
 
 PRELOADED_MODULES = (
@@ -110,11 +109,6 @@ def _register_after_bootstrap(conn: ModuleType) -> None:
     setattr(manager, name, register_in_time)
 
 
-def is_single_threaded() -> bool:
-    """Whether this process has one thread, counting native threads."""
-    return len(os.listdir("/proc/self/task")) == 1
-
-
 @contextlib.contextmanager
 def _recorded_reads() -> Iterator[set[str]]:
     """Record each variable that is read from ``os.environ`` by its name."""
@@ -188,27 +182,13 @@ def run_server(request: dict, scratch: str) -> None:
     tempfile.tempdir = None
     sys.argv = ["", *request["arguments"]]
     sys.orig_argv = [sys.executable, "-m", request["module"], *request["arguments"]]
-    multiprocessing.context.SpawnProcess._Popen = staticmethod(fork_or_spawn)
-    os.register_at_fork(after_in_child=_reset_signal_handlers)
+    fork_new_processes()
     if (file := Path(request["module"])).suffix == ".py":
         sys.path.insert(0, str(file.parent))
         runpy.run_path(str(file), run_name="__main__")
     else:
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     sys.exit(0)
-
-
-def fork_or_spawn(process):
-    """Fork a process instead of spawning it, unless this one has threads that a fork would lack."""
-    if is_single_threaded():
-        return popen_fork.Popen(process)
-    return popen_spawn_posix.Popen(process)
-
-
-def _reset_signal_handlers() -> None:
-    """Restore default handlers, since a spawned process would not inherit its parent's."""
-    for number in (signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
 
 
 if __name__ == "__main__":
