@@ -180,8 +180,11 @@ def packages(title: str, release: str) -> None:
         stamp.write_text(key)
 
 
-def engine(title: str, release: str, name: str) -> None:
-    """Create an environment with just the published engine, which sees its packages and base's."""
+def engine(title: str, release: str, name: str, imports: bool = True) -> None:
+    """Create an environment with just the published engine, which sees its packages and base's.
+
+    ``imports``: whether to try its first import.
+    """
     folder, others = PD_ENV / release / name, PD_ENV / release / "packages"
     path_file = PATH_FILE.format(packages=others, base=base_paths(), checkout=ROOT / "python")
     key = digest(text=f"{release}\0{path_file}\0{(others / '.ready').read_text()}")
@@ -193,10 +196,11 @@ def engine(title: str, release: str, name: str) -> None:
         uv_install(folder / "bin" / "python", f"sglang=={release}")
         (site_packages(folder) / "sglang_pd_env.pth").write_text(path_file)
         compile_modules(site_packages(folder))
-        log("first import")
-        on_cpu_host = ["SGLANG_PD_CPU_HOST=1", "SGLANG_USE_CPU_ENGINE=1", "TRITON_INTERPRET=1"]
-        check = [folder / "bin" / "python", "-c", f"import {FIRST_IMPORT}"]
-        run("env", *on_cpu_host, *check, quiet=True)
+        if imports:
+            log("first import")
+            on_cpu_host = ["SGLANG_PD_CPU_HOST=1", "SGLANG_USE_CPU_ENGINE=1", "TRITON_INTERPRET=1"]
+            check = [folder / "bin" / "python", "-c", f"import {FIRST_IMPORT}"]
+            run("env", *on_cpu_host, *check, quiet=True)
         (folder / ".ready").write_text(key)
 
 
@@ -222,6 +226,7 @@ def patch_set(title: str, release: str) -> None:
             run(*tool, "revert")
         (folder / ".applied").write_text("under way")
         run(*tool, "apply", "--preview")
+        compile_modules(site_packages(folder) / "sglang" / "srt")
         (folder / ".applied").write_text(key)
 
 
@@ -325,7 +330,9 @@ def prepare(
     for release in releases if engines else []:
         steps.append((f"packages for sglang=={release}", partial(packages, release=release)))
         for name in engines:
-            steps.append((f"sglang=={release}", partial(engine, release=release, name=name)))
+            # Both are the same files.
+            install = partial(engine, release=release, name=name, imports=name == engines[0])
+            steps.append((f"sglang=={release}", install))
         if "patched" in engines:
             steps.append(("applying the patch set", partial(patch_set, release=release)))
     for number, (title, do) in enumerate(steps, 1):

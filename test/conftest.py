@@ -15,14 +15,17 @@ from pd_harness.releases import default_release, release
 HERE = Path(__file__).parent
 LONG_RUNNING_SUITES = ("serving", "transport")
 LONG_SECONDS = 900  # tests with such a timeout, or a longer one, start early
-# Releases other than the default run these at night only: they are long, and what they check is
-# the same in all releases or has quicker tests.
+# Releases other than the default run these at night only: by day they have the engine tests, some
+# transfers and a few servers.
 NIGHTLY_FOR_OTHER_RELEASES = {
     "engine/test_peer_sockets.py",
     "engine/test_peer_silence.py",
     *(
         f"transport/test_{subject}.py"
         for subject in (
+            "decode_abort",
+            "first_request",
+            "metrics",
             "page_bounds",
             "faults",
             "fuzz",
@@ -30,7 +33,10 @@ NIGHTLY_FOR_OTHER_RELEASES = {
             "memory",
             "metadata",
             "packed_faults",
+            "room_ids",
+            "state_transfer",
             "stopped_peer",
+            "unservable_requests",
             "verify",
         )
     ),

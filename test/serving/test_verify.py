@@ -49,7 +49,7 @@ def doctor(scenario: Scenario, *urls: str) -> list[dict]:
     return [one for one in found["findings"] if one["group"] == "servers"]
 
 
-def scenario_params(names: set[str], always: str) -> list:
+def scenario_params(names: set[str], always: str = "") -> list:
     """Returns the named scenarios as parameters, on other releases every second one.
 
     All but `always` run nightly.
@@ -63,7 +63,7 @@ def scenario_params(names: set[str], always: str) -> list:
     ]
 
 
-@pytest.mark.parametrize("scenario", scenario_params(RIGHT, "mooncake-pp2_odd_layers"))
+@pytest.mark.parametrize("scenario", scenario_params(RIGHT))
 def test_valid_transfer_passes(scenario):
     with running(scenario, "right") as (prefill, decode, router):
         status, found = run_tool("verify", "--router", router.url, *FEW)

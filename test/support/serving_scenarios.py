@@ -358,26 +358,20 @@ MIXED = [
     if scenario.stock == "right" and scenario.topology.backend in ("nixl", "ascend")
 ]
 
-# Scenarios that run without --nightly, by release and test. Those that 0.5.9's and 0.5.18's
-# "patched" omit are in test_shared_fleet.py, or differ from a listed one in a single property.
+# Scenarios that run without --nightly, by release and test.
 PUSH_CASES = {
     "0.5.9": {
-        "stock": {"nixl-tp2_to_1", "mooncake-pp2_odd_layers", "ascend-mla_pp2"},
-        "patched": {
-            "nixl-tp4_to_1_replicated",
-            "nixl-pp2_to_pp2",
-            "ascend-fia_pp2_odd_layers",
-            "ascend-fia_retract",
-        },
-        "mixed": {"nixl-tp1_to_2"},
+        "stock": {"mooncake-pp2_odd_layers"},
+        "patched": {"nixl-pp2_to_pp2", "ascend-fia_pp2_odd_layers"},
+        "mixed": set(),
     },
     "0.5.18": {
-        "stock": {"nixl-pp2_even_layers"},
-        "patched": {"nixl-pp2_odd_layers", "nixl-tp2_to_4_one_head", "ascend-fia_retract"},
+        "stock": set(),
+        "patched": {"nixl-pp2_odd_layers", "ascend-fia_retract"},
         "mixed": set(),
     },
     "0.5.23": {
-        "stock": {"nixl-pp2_even_layers", "mooncake-pp2_odd_layers"},
+        "stock": {"mooncake-pp2_odd_layers"},
         "patched": {
             "ascend-mla_pp2",
             "ascend-fia_pp2_odd_layers",
@@ -432,4 +426,4 @@ DRAFT_SCENARIOS = [
     deepseek("decode_alone", DECODE, "right", "right", "right"),
     deepseek("decode_alone_pp2", DECODE, "wrong", "right", "right", prefill_pp=2),
 ]
-DRAFT_PUSH_CASES = {"nixl-decode_alone_pp2"} if release() == "0.5.23" else set()
+DRAFT_PUSH_CASES = {"nixl-decode_alone"} if release() == "0.5.23" else set()

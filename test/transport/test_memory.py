@@ -9,7 +9,7 @@ import fleet as fleets
 import pytest
 from engine_release import SINCE_0_5_18
 from rank_faults import kill
-from transfer_checks import PAGES, assert_right, nightly_except
+from transfer_checks import PAGES, assert_right
 
 from pd_harness.cluster import skip_reason
 from pd_harness.forks import SHARED_FOLDER_VARIABLE
@@ -40,7 +40,8 @@ def private_kib(rank: fleets.Rank) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:"))
 
 
-@pytest.mark.parametrize("backend", nightly_except(["nixl", "mooncake"], "nixl"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_memory_does_not_grow_with_requests(idle_fork_server, backend):
     fleet = fleets.Fleet(backend=backend)
     if reason := skip_reason(backend, fleet.size, ("patched",)):

@@ -172,6 +172,7 @@ def test_slow_writes_of_packed_heads_are_reported(missed, ms, more):
 
 
 @pytest.mark.engine
+@pytest.mark.nightly
 def test_stock_and_patched_copy_the_same_bytes():
     """Runs the real stock managers and the patched ones in the stock environment."""
     if not (ROOT / ".pd-env" / release() / "stock" / ".ready").exists():
