@@ -330,7 +330,7 @@ def prepare(
     for release in releases if engines else []:
         steps.append((f"packages for sglang=={release}", partial(packages, release=release)))
         for name in engines:
-            # Both are the same files.
+            # All environments of a release have the same engine files: one trial import suffices.
             install = partial(engine, release=release, name=name, imports=name == engines[0])
             steps.append((f"sglang=={release}", install))
         if "patched" in engines:

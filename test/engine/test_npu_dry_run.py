@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_release import SINCE_0_5_18, shown_by_0_5_23
+from engine_release import SINCE_0_5_18, nightly_if_not_default, shown_by_0_5_23
 
 from pd_harness.cluster import CHECKOUT
 from pd_harness.device import device
@@ -52,8 +52,8 @@ def run_on_fake_npus(count: int, folder: Path, *tests: str) -> dict:
     return json.loads(counts.read_text())
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("count", [2, 4])
+@nightly_if_not_default
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_npu_tests_reach_the_npus(count, tmp_path):
     """The copy to the host takes a device's code paths, too, and waits for the device."""
     found = run_on_fake_npus(

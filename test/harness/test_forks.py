@@ -139,7 +139,7 @@ def test_dp_controller_and_scheduler_end_together(which, tmp_path):
     }[which]
     bound = "from sglang.srt.utils import kill_itself_when_parent_died as bind; bind()\n"
     process = run(CONTROLLER.format(scheduler=SCHEDULER + bound + ending), log)
-    found = dict(line.split(maxsplit=1) for line in lines(log, 2))
+    found = dict(line.split(maxsplit=1) for line in lines(log, 2)[:2])
     controller, (scheduler, forker) = int(found["controller"]), found["scheduler"].split()[:2]
     if which == "controller":
         os.kill(controller, signal.SIGKILL)

@@ -11,7 +11,7 @@ IS_DEFAULT = release() == default_release()
 # The module whose `Rank` is one of this release.
 RANK_MODULE = f"rank_{release().replace('.', '_')}"
 # Marks of tests that every run has in the default release, and only nightly runs in the others.
-NIGHTLY_IF_NOT_DEFAULT = [] if IS_DEFAULT else [pytest.mark.nightly]
+NIGHTLY_IF_NOT_DEFAULT = [] if IS_DEFAULT else [pytest.mark.nightly, pytest.mark.elsewhere]
 
 
 def not_0_5_18(why: str):

@@ -26,7 +26,7 @@ def is_single_threaded() -> bool:
 def _start(process):
     """Fork a process instead of spawning it, unless the fork would lack threads of this one."""
     if is_single_threaded():
-        # When it starts schedulers, ZeroMQ has started threads in it.
+        # By the time the DP controller starts schedulers, ZeroMQ has started threads in it.
         if getattr(process._target, "__name__", None) == "run_data_parallel_controller_process":
             process._target = functools.partial(_run_with_forker, process._target)
         return popen_fork.Popen(process)
@@ -66,10 +66,7 @@ def _start_forker() -> None:
         if forker == 0:
             kill_itself_when_parent_died()
             signal.signal(signal.SIGQUIT, lambda *_: os.kill(owner, signal.SIGQUIT))
-            try:
-                forkserver.main(listener.fileno(), ended, [])
-            finally:
-                os._exit(1)
+            forkserver.main(listener.fileno(), ended, [])  # does not return
         os.close(ended)
     server._forkserver_address = address
     server._forkserver_alive_fd = alive
