@@ -194,6 +194,10 @@ def engine(title: str, release: str, name: str, imports: bool = True) -> None:
     with step(f"{title} in .pd-env/{release}/{name}"):
         run(sys.executable, "-m", "venv", "--clear", "--without-pip", folder)
         uv_install(folder / "bin" / "python", f"sglang=={release}")
+        stock = PD_ENV / release / "stock"
+        if folder != stock and is_done(stock, key):
+            # Its compiled modules fit: the same wheel's files have the same times.
+            run("cp", "-R", "-n", f"{site_packages(stock)}/.", site_packages(folder))
         (site_packages(folder) / "sglang_pd_env.pth").write_text(path_file)
         compile_modules(site_packages(folder))
         if imports:
@@ -330,8 +334,9 @@ def prepare(
     for release in releases if engines else []:
         steps.append((f"packages for sglang=={release}", partial(packages, release=release)))
         for name in engines:
-            # All environments of a release have the same engine files: one trial import suffices.
-            install = partial(engine, release=release, name=name, imports=name == engines[0])
+            # One trial import shows whether a system library is missing: releases need the same.
+            first = release == releases[0] and name == engines[0]
+            install = partial(engine, release=release, name=name, imports=first)
             steps.append((f"sglang=={release}", install))
         if "patched" in engines:
             steps.append(("applying the patch set", partial(patch_set, release=release)))

@@ -31,6 +31,9 @@ if [[ ${#releases[@]} -eq 0 ]]; then
     [[ -z $named ]] || releases=("$SGLANG_PD_RELEASE")
 fi
 
+# Without bytecode every server would compile this checkout again, and every worker the tests.
+unset PYTHONDONTWRITEBYTECODE
+
 scripts/setup.sh --tests "${releases[@]/#/--release=}"
 .pd-env/base/bin/ruff check .
 .pd-env/base/bin/ruff format --check .

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+from functools import cache
 from pathlib import Path
 
 RELEASE_VARIABLE = "SGLANG_PD_RELEASE"
@@ -13,11 +14,16 @@ def release() -> str:
 
     Without an engine it is `chosen_release`.
     """
+    return installed_release() or chosen_release()
+
+
+@cache  # tests ask a thousand times while they are collected
+def installed_release() -> str | None:
+    """The supported release that this Python's engine counts as; None without such an engine."""
     try:
-        version = importlib.metadata.version("sglang")
+        return known_release_for(importlib.metadata.version("sglang"))
     except importlib.metadata.PackageNotFoundError:
-        return chosen_release()
-    return known_release_for(version) or chosen_release()
+        return None
 
 
 def known_release_for(version: str) -> str | None:

@@ -125,6 +125,8 @@ def test_release_follows_installed_engine(version, taken, monkeypatch):
         return version
 
     monkeypatch.setattr(importlib.metadata, "version", installed)
+    uncached = releases.installed_release.__wrapped__
+    monkeypatch.setattr(releases, "installed_release", uncached)
     monkeypatch.delenv(releases.RELEASE_VARIABLE, raising=False)
     assert releases.release() == (taken or releases.default_release())
     monkeypatch.setenv(releases.RELEASE_VARIABLE, "0.5.10")

@@ -24,6 +24,7 @@ from pd_harness.releases import release
 
 pytestmark = [
     pytest.mark.serving,
+    pytest.mark.nightly,
     pytest.mark.xdist_group("hang-ups"),  # two at once take more than twice as long
     pytest.mark.timeout(900),
     pytest.mark.skipif(device() != "cpu", reason="the probe is the CPU host's"),
@@ -46,7 +47,6 @@ ENGINE_TIMEOUTS = {
 FREE_SECONDS = 10
 MAX_LOAD_FACTOR = 8.0  # for the clients' pace; a load peak would make them take half an hour
 SEEDS = 3
-PUSH_CASES = {"0.5.9": (), "0.5.18": (), "0.5.23": ("nixl-tp1_pp2_to_tp1-both",)}
 
 PP_2, PP_3, TP_2 = {"prefill_pp": 2}, {"prefill_pp": 3}, {"prefill_tp": 2}
 PP_2_TP_2, TP_2_TO_2 = {**PP_2, **TP_2}, {**TP_2, "decode_tp": 2}
@@ -97,12 +97,8 @@ STOCK = {
 
 
 def cases() -> list:
-    """Returns one seed for push cases; nightly one seed, in turn, for all other cases, too."""
-    always = PUSH_CASES[release()]
-    found = [pytest.param(one, [0], id=f"{one.name}-0") for one in FLEETS if one.name in always]
-    for at, one in enumerate(FLEETS):
-        found.append(pytest.param(one, [at % SEEDS], id=one.name, marks=pytest.mark.nightly))
-    return found
+    """Returns one seed, in turn, for each fleet."""
+    return [pytest.param(one, [at % SEEDS], id=one.name) for at, one in enumerate(FLEETS)]
 
 
 @pytest.mark.parametrize("fleet, seeds", cases())
@@ -117,7 +113,6 @@ def test_servers_recover_after_disconnects(fleet, seeds, reference):
     assert row["never_ended"] == 0, row
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(1800)  # 0.5.9 answers late
 @pytest.mark.parametrize(
     "fleet, next_prompts", [pytest.param(*one, id=one[0].name) for one in STOCK[release()]]

@@ -19,7 +19,6 @@ from serving_checks import (
 )
 from serving_scenarios import (
     DECODE,
-    DRAFT_PUSH_CASES,
     DRAFT_SCENARIOS,
     SIDES,
     Scenario,
@@ -148,10 +147,7 @@ def tokens_a_round(rounds: list[int]) -> float:
 
 
 def parameters() -> list:
-    return [
-        pytest.param(one, id=one.name, marks=marks(one, DRAFT_PUSH_CASES))
-        for one in DRAFT_SCENARIOS
-    ]
+    return [pytest.param(one, id=one.name, marks=marks(one, ())) for one in DRAFT_SCENARIOS]
 
 
 @pytest.mark.parametrize("drafted", parameters())

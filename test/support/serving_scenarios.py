@@ -367,7 +367,7 @@ PUSH_CASES = {
     },
     "0.5.18": {
         "stock": set(),
-        "patched": {"nixl-pp2_odd_layers", "ascend-fia_retract"},
+        "patched": {"nixl-pp2_odd_layers"},
         "mixed": set(),
     },
     "0.5.23": {
@@ -426,4 +426,3 @@ DRAFT_SCENARIOS = [
     deepseek("decode_alone", DECODE, "right", "right", "right"),
     deepseek("decode_alone_pp2", DECODE, "wrong", "right", "right", prefill_pp=2),
 ]
-DRAFT_PUSH_CASES = {"nixl-decode_alone"} if release() == "0.5.23" else set()

@@ -21,7 +21,6 @@ from transfer_checks import (
     assert_recovers,
     assert_right,
     assert_transfers,
-    nightly_except,
     only_0_5_9,
 )
 from transport_cases import NSA, ascend
@@ -277,7 +276,8 @@ def test_decode_keeps_pages_while_other_senders_write(serve, backend, side, wait
         assert_transfers(servers)
 
 
-@pytest.mark.parametrize("backend", nightly_except(BACKENDS, "nixl"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_prefill_killed_in_mid_transfer(serve, backend):
     with serve(Fleet(decode=Side(environment=HEARTBEAT), backend=backend)) as servers:
         assert_transfers(servers)

@@ -7,6 +7,7 @@ other tests of unequal TP sizes, which count too, are in `test_transfers` and `t
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from engine_release import nightly_if_not_default
 from fleet import Fleet, Rank, Servers, Side
 from transfer_checks import (
     REQUESTS,
@@ -171,6 +172,7 @@ def test_switched_off_on_one_side(serve, backend, name):
 STOCK_DECODE = {"mooncake": tp(1, 2), "nixl": tp(1, 4), "ascend": tp(1, 2)}
 
 
+@nightly_if_not_default
 @pytest.mark.parametrize("backend", nightly_except(STOCK_DECODE, "mooncake"))
 def test_stock_decode_reads_packed_rows(serve, backend):
     """They arrive in their places, as slices would."""

@@ -11,7 +11,7 @@ from attacked_fleet import (
 )
 from engine_release import SINCE_0_5_18
 from fleet import Fleet
-from transfer_checks import BACKENDS
+from transfer_checks import BACKENDS, nightly_except
 
 from pd_harness.polling import is_in_time
 
@@ -44,7 +44,7 @@ def test_stock_delays_the_other_server(serve, name, limit):
     assert [answer["state"] for answer in found["served"]] == ["hang"], found
 
 
-@pytest.mark.parametrize("name", FLEETS)
+@pytest.mark.parametrize("name", nightly_except(FLEETS, "nixl", "nixl_tcp", "ascend"))
 def test_stopped_peer_does_not_delay_another(serve, name):
     with serve(fleet_of(name)) as servers:
         found = AttackedFleet(servers).survive("stopped", 1, RECOVERY)

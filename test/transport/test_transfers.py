@@ -3,7 +3,13 @@
 import warnings
 
 import pytest
-from engine_release import SINCE_0_5_18, SINCE_0_5_23, slow_memfabric_marks, with_marks
+from engine_release import (
+    SINCE_0_5_18,
+    SINCE_0_5_23,
+    nightly_if_not_default,
+    slow_memfabric_marks,
+    with_marks,
+)
 from fleet import Fleet, Side
 from transfer_checks import (
     HANG_SECONDS,
@@ -48,10 +54,11 @@ def test_nixl_transfers_every_byte_between_tp_sizes(serve, name):
         assert_all_transfer(servers)
 
 
+PAGED = ["tp2_to_1", "tp1_to_2", "tp2_to_4_replicated_on_decode", "pp2_odd"]
+
+
 @pytest.mark.parametrize("page_size", [1, 128])
-@pytest.mark.parametrize(
-    "name", ["tp2_to_1", "tp1_to_2", "tp2_to_4_replicated_on_decode", "pp2_odd"]
-)
+@pytest.mark.parametrize("name", sampled_for_other_releases(PAGED))
 def test_nixl_page_sizes(serve, name, page_size):
     fleet = {**HEADS, **STAGES}[name]
     with serve(with_fields(fleet, page_size=page_size)) as servers:
@@ -131,6 +138,7 @@ def test_stock(serve, name):
     assert outcome.state in wanted, outcome
 
 
+@nightly_if_not_default
 def test_stock_with_a_narrower_v(serve):
     """Stock sends V with K's lengths, past the end of V's memory or into the next buffer."""
     fleet, ended = STOCK_NARROWER_V
