@@ -66,7 +66,7 @@ def measure_tests() -> dict:
 
 
 def measure_nightly() -> dict:
-    return {"nightly": run_tests("--nightly", "--durations=25")}
+    return {"nightly": run_tests("--nightly", "--durations=0", "--durations-min=3")}
 
 
 def run_tests(*options: str) -> dict:

@@ -35,6 +35,9 @@ START_TIMEOUT_S = 300  # a TP 4 server on two busy cores takes about a minute
 MAX_TOKENS = 8192  # of a server's KV pool
 # Ports from `--dist-init-addr` on: a few for its processes, the last for DP attention's handshake.
 DIST_PORTS = 14
+# httpx's options for servers on this machine: no proxy, and no certificates, which take 20 ms of a
+# core to load.
+LOCAL_HTTP = {"trust_env": False, "verify": False}
 NPU_PAGE_SIZE = 128  # tokens; the size that the NPU's attention expects
 # Each round computes two drafted tokens, has one already, and verifies all at once.
 DRAFT_OPTIONS = (
@@ -286,7 +289,6 @@ def engine_server(
     metrics: bool = False,
     options: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
-    fork: bool = True,
 ) -> Server:
     """An engine server, small and quick to start, on the CPU host or on NPUs.
 
@@ -294,9 +296,9 @@ def engine_server(
     schedules a batch while it computes the previous one; with ``idle_sleep`` an idle scheduler
     yields its core (`cpu_host.idle`). ``kv_dtype`` is the KV pool's dtype, "auto" the model's.
     With ``draft``, a draft model's folder, the server speculates; with ``metrics`` it has
-    ``/metrics``. ``options`` are added to its command, ``environment`` to its environment. With
-    ``fork`` its processes are forks where possible, see `forks`. On NPUs each rank has one, from
-    ``first_npu`` on; attention and page size are then fixed, and nothing is forked.
+    ``/metrics``. ``options`` are added to its command, ``environment`` to its environment. Its
+    processes are forks where possible, see `forks`. On NPUs each rank has one, from ``first_npu``
+    on; attention and page size are then fixed, and nothing is forked.
     """
     port, nccl_port = free_ports(2)
     on_npu = device() == "npu"
@@ -320,14 +322,13 @@ def engine_server(
         command += ["--speculative-draft-model-path", str(draft), *DRAFT_OPTIONS]
     if metrics:
         command += ["--enable-metrics"]
-        fork = False  # the engine imports its metrics' library only once it has set a folder
     if on_npu:
         command += ["--base-gpu-id", str(first_npu), "--disable-cuda-graph"]
         host = {}
     else:
         host = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": thread_binding(tp, pp)}
     log, variables = logs / f"{name}.log", {**host, **environment}
-    return Server(name, [*command, *options], port, log, variables, fork=fork and not on_npu)
+    return Server(name, [*command, *options], port, log, variables, fork=not on_npu)
 
 
 def pd_servers(
@@ -413,8 +414,11 @@ def router(
 ) -> Server:
     """The router in front of these servers; it starts when they are ready."""
     port, metrics_port = free_ports(2)
-    # From base: the router's launcher imports an engine if it finds one, which takes 3 s.
-    command = [str(interpreter("base")), "-m", "sglang_router.launch_router"]
+    # The router's launcher imports an engine if it finds one, which takes 3 s: base has none, and
+    # a fork has imported it.
+    like = next((server for server in prefills if server.fork), None)
+    python = like.command[0] if like else str(interpreter("base"))
+    command = [python, "-m", "sglang_router.launch_router"]
     command += ["--pd-disaggregation", "--host", HOST, "--port", str(port)]
     command += ["--prometheus-host", HOST, "--prometheus-port", str(metrics_port)]
     for prefill in prefills:
@@ -426,7 +430,8 @@ def router(
     command += ["--disable-retries", "--disable-circuit-breaker"]
     log = logs / f"{name}.log"
     # It waits for the others: it drops a server that does not answer for about 100 s.
-    return Server(name, command, port, log, ready_path="/readiness", needs_others=True)
+    given = {"fork": True, "environment": like.environment} if like else {}
+    return Server(name, command, port, log, ready_path="/readiness", needs_others=True, **given)
 
 
 @contextlib.contextmanager
@@ -462,7 +467,7 @@ def wait_ready(
         ServerFailed: a server exited, or was not ready at the deadline.
     """
     waiting = list(servers)
-    with httpx.Client(timeout=5, trust_env=False) as client:
+    with httpx.Client(timeout=5, **LOCAL_HTTP) as client:
         while waiting:
             for server in waiting:
                 server.check_running()
@@ -501,7 +506,7 @@ async def ask_all(
         async with places:
             return await _send_prompt(client, url, prompt, new_tokens, seconds)
 
-    async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=seconds, **LOCAL_HTTP) as client:
         asking = [asyncio.create_task(one(prompt)) for prompt in prompts]
         try:
             while (await asyncio.wait(asking, timeout=0.5))[1]:

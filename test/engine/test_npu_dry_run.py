@@ -69,5 +69,7 @@ def test_npu_tests_reach_the_npus(count, tmp_path):
 def test_engine_tests_pass_on_a_fake_device(tmp_path):
     """Only those with tensors, and of every run: at night they are repeated with more examples."""
     files = (CHECKOUT / "test" / "engine").rglob("test_*.py")
-    with_tensors = [str(file) for file in sorted(files) if "torch" in file.read_text()]
-    assert run_on_fake_npus(2, tmp_path, "-m", "not nightly", *with_tensors)["passed"] > 200
+    # pytest would collect files of other releases if they were named.
+    others = [f"--ignore={file}" for file in files if "torch" not in file.read_text()]
+    found = run_on_fake_npus(2, tmp_path, "-m", "not nightly", *others, "test/engine")
+    assert found["passed"] > 200

@@ -181,6 +181,13 @@ def test_import_hook_on_loaded_module_is_refused():
         after_import("json", print)
 
 
+def test_second_import_hook_of_a_module_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    after_import("a_module", print)
+    with pytest.raises(RuntimeError, match="a_module has a hook"):
+        after_import("a_module", print)
+
+
 # Several callers of one transfer engine write to another one, each its own bytes. Prints the calls'
 # statuses, and whether all bytes arrived.
 WRITE = """

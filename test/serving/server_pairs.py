@@ -120,7 +120,9 @@ def ask_both(
     def post(server: Server, after: float) -> tuple[httpx.Response, float]:
         time.sleep(max(0.0, after))
         begun = time.monotonic()
-        answer = httpx.post(f"{server.url}/generate", json=body, timeout=patience, trust_env=False)
+        answer = httpx.post(
+            f"{server.url}/generate", json=body, timeout=patience, **cluster.LOCAL_HTTP
+        )
         return answer, time.monotonic() - begun
 
     with ThreadPoolExecutor(1) as pool:

@@ -5,7 +5,7 @@ from collections import defaultdict
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from pd_harness.cluster import Server
+from pd_harness.cluster import LOCAL_HTTP, Server
 
 SECONDS = 10  # for `/metrics`
 
@@ -17,7 +17,7 @@ def sums(server: Server, name: str, *by: str, **only: str) -> dict[tuple[str, ..
         name: The sample's, without `sglang_pd_`.
         only: Labels' values that samples must have.
     """
-    answer = httpx.get(f"{server.url}/metrics", timeout=SECONDS, trust_env=False)
+    answer = httpx.get(f"{server.url}/metrics", timeout=SECONDS, **LOCAL_HTTP)
     found: dict[tuple[str, ...], float] = defaultdict(float)
     for family in text_string_to_metric_families(answer.raise_for_status().text):
         for sample in family.samples:

@@ -141,7 +141,7 @@ def server_load(server: cluster.Server) -> dict[str, int]:
 
     Tokens in the radix cache that no request uses do not count.
     """
-    answer = httpx.get(f"{server.url}/v1/loads", timeout=30, trust_env=False).json()
+    answer = httpx.get(f"{server.url}/v1/loads", timeout=30, **cluster.LOCAL_HTTP).json()
     sums: Counter[str] = Counter()  # over the DP ranks
     for load in answer["loads"]:
         queues = load["disaggregation"].items()

@@ -41,6 +41,11 @@ PRELOADED_MODULES = (
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.data_parallel_controller",
     "sglang.srt.models.registry",
+    # What these import only when a server starts.
+    "sglang.srt.entrypoints.openai.serving_responses",
+    "uvicorn.protocols.http.auto",
+    "anyio._backends._asyncio",
+    "sglang_router.launch_router",
 )
 # They read every variable to find those with their prefix; other modules do so with ``items``.
 READ_ALL_MODULES = ("fsspec.config",)

@@ -28,10 +28,9 @@ def on_import_of(*names: str) -> Callable[[Action], Action]:
 def after_import(name: str, *actions: Action) -> None:
     """Call each ``action(module)`` after the module ``name`` has been executed.
 
-    A later hook of the same module replaces this one.
-
     Raises:
-        RuntimeError: the module is already loaded, so others may have imported its old names.
+        RuntimeError: the module is already loaded, so others may have imported its old names; or
+            it has a hook.
     """
 
     @contextlib.contextmanager
@@ -47,10 +46,13 @@ def around_import(name: str, context: Callable[[ModuleType], Context]) -> None:
     """Execute the module ``name`` inside ``context(module)``.
 
     Raises:
-        RuntimeError: the module is already loaded, so others may have imported its old names.
+        RuntimeError: the module is already loaded, so others may have imported its old names; or
+            it has a hook.
     """
     if name in sys.modules:
         raise RuntimeError(f"{name} is already imported; hooks must be set at interpreter start")
+    if any(isinstance(finder, _AroundImport) and finder.name == name for finder in sys.meta_path):
+        raise RuntimeError(f"{name} has a hook, and a second one would never run")
     sys.meta_path.insert(0, _AroundImport(name, context))
 
 

@@ -24,17 +24,21 @@ from pd_harness.cpu_host import (  # noqa: F401
 )
 from pd_harness.cpu_host.import_hooks import HOOKS, after_import, around_import
 
+_is_active = False
+
 
 def activate() -> None:
     """Install stand-ins for missing packages, and hook the modules that need an adaptation.
 
-    Does nothing unless ``SGLANG_PD_CPU_HOST`` is set.
+    Does nothing unless ``SGLANG_PD_CPU_HOST`` is set, nor the second time: Python 3.11 reads a
+    virtual environment's ``.pth`` files twice.
 
     Raises:
         SystemExit: the variable is not ``1``, or a real ``torch_npu`` is installed.
     """
+    global _is_active
     value = os.environ.get(SWITCH)
-    if value is None:
+    if value is None or _is_active:
         return
     if value != "1":
         sys.exit(f"{SWITCH} is {value!r}; set it to 1, or unset it to run without the CPU host")
@@ -44,6 +48,7 @@ def activate() -> None:
             f"{SWITCH}=1, but this machine has torch_npu ({npu.origin}): "
             "the CPU host never runs beside a real NPU; unset the variable"
         )
+    _is_active = True
     # Importing the engine makes a million lasting objects; collecting among them takes a second.
     gc.set_threshold(100_000)
     import_stubs.install()
