@@ -145,6 +145,14 @@ def compile_modules(folder: Path) -> None:
     run(BASE / "bin" / "python", "-m", "compileall", "-q", "-j", "0", "-x", NOT_COMPILED, folder)
 
 
+def copy_compiled_modules(source: Path, target: Path) -> None:
+    """Copy the bytecode of a wheel's modules to another copy of them, which has the same times."""
+    for file in source.rglob("*.pyc"):
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, copy)
+
+
 def existing_torch() -> Path:
     """The folder from which this Python imports torch."""
     ask = "import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])"
@@ -196,8 +204,7 @@ def engine(title: str, release: str, name: str, imports: bool = True) -> None:
         uv_install(folder / "bin" / "python", f"sglang=={release}")
         stock = PD_ENV / release / "stock"
         if folder != stock and is_done(stock, key):
-            # Its compiled modules fit: the same wheel's files have the same times.
-            run("cp", "-R", "-n", f"{site_packages(stock)}/.", site_packages(folder))
+            copy_compiled_modules(site_packages(stock), site_packages(folder))
         (site_packages(folder) / "sglang_pd_env.pth").write_text(path_file)
         compile_modules(site_packages(folder))
         if imports:

@@ -430,8 +430,16 @@ def router(
     command += ["--disable-retries", "--disable-circuit-breaker"]
     log = logs / f"{name}.log"
     # It waits for the others: it drops a server that does not answer for about 100 s.
-    given = {"fork": True, "environment": like.environment} if like else {}
-    return Server(name, command, port, log, ready_path="/readiness", needs_others=True, **given)
+    return Server(
+        name,
+        command,
+        port,
+        log,
+        dict(like.environment) if like else {},
+        ready_path="/readiness",
+        needs_others=True,
+        fork=like is not None,
+    )
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ pytestmark = [
 AT_ONCE = 5  # seconds, for the next prompts
 PATIENCE = 60  # seconds, for the next prompts, to distinguish late answers from none
 # 0.5.9 may take minutes to answer; later releases never serve what they have not served by then.
+# 0.5.23 fails requests after 15 s, and holds their pages for another 30 s.
 STOCK_PATIENCE = {"0.5.9": 400, "0.5.18": 30, "0.5.23": 60}
 # For a request whose client disconnects from one server before that server reads it.
 ENGINE_TIMEOUTS = {
