@@ -13,7 +13,15 @@ import zmq
 from disconnects import CLIENTS, disconnect_clients
 from engine_release import SINCE_0_5_18, release, shown_by_0_5_23
 from scheduler_dumps import dump_environment, paused_in_mid_prompt
-from server_metrics import failures, name_for_decode, name_for_prefill, open_rooms, sums, total
+from server_metrics import (
+    failures,
+    name_for_decode,
+    name_for_prefill,
+    open_rooms,
+    series,
+    sums,
+    total,
+)
 from server_pairs import LOGS, ask_both, assert_freed, assert_right_answers, make_pair, restart
 from serving_checks import run_tool, stopped
 from serving_scenarios import FIVE_LAYERS, NEW_TOKENS, long_prompt, model_folder, prompts
@@ -49,15 +57,21 @@ LOST = {"nixl": "peer_lost", "mooncake": "transport"}
 
 @contextlib.contextmanager
 def metered_pair(
-    backend: str, case: str, decode_page: int = 16, **environment: str
+    backend: str, case: str, decode_page: int = 16, spawn: bool = False, **environment: str
 ) -> Iterator[tuple[Server, Server]]:
-    """Runs a prefill and a decode server with metrics; each has answered nothing yet."""
+    """Runs a prefill and a decode server with metrics; each has answered nothing yet.
+
+    Args:
+        spawn: Whether to start them as users do, not as forks of a process with the engine.
+    """
     topology, logs = Topology(backend, page_size=16), LOGS / f"metrics-{case}-{backend}"
     given = ("patched", model_folder(FIVE_LAYERS), logs, *free_ports(1))
     environment |= {**SILENT, **HEARTBEATS, **dump_environment(logs / "probe")}
     both = {"metrics": True, "chunk": CHUNK, "environment": environment}
     prefill = cluster.prefill_server(topology, *given, max_tokens=POOL, **both)
     decode = cluster.decode_server(Topology(backend, page_size=decode_page), *given, **both)
+    if spawn:
+        prefill.fork = decode.fork = False
     with cluster.running([prefill, decode]):
         yield prefill, decode
 
@@ -221,3 +235,15 @@ def test_idle_servers_count_nothing():
             with httpx.Client(trust_env=False) as client:
                 assert server.is_ready(client)
             assert not total(server, "requests_total") and not failures(server)
+
+
+def test_spawned_servers_have_the_series_of_forks():
+    """Tests of metrics fork their servers; users start each anew."""
+    with metered_pair("nixl", "forks") as forks, metered_pair("nixl", "spawned", spawn=True) as own:
+        for pair in (forks, own):
+            assert ask(*pair) == 200
+        for fork, spawned in zip(forks, own, strict=True):
+            assert any(name.startswith("sglang_pd_") for name, _ in series(spawned))
+            # The engine writes some of its gauges seconds after a request.
+            wait_until(lambda: series(spawned) == series(fork), SETTLE_SECONDS, 0.5)  # noqa: B023
+            assert series(spawned) == series(fork)

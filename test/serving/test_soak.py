@@ -59,10 +59,10 @@ def test_soak(backend, prefill_tp, engine, reference):
     asked = soak_prompts()
     expected = reference(FOUR_HEADS, NEW_TOKENS, asked)
     label = f"soak-{backend}-{prefill_tp}-{engine}"
-    # Without forks, because the allocator reads its variables at the start of a process.
-    options = {"environment": ALLOCATOR, "fork": False}
-    servers = make_pair(label, topology, FOUR_HEADS, engine, **options)
+    servers = make_pair(label, topology, FOUR_HEADS, engine, environment=ALLOCATOR)
     prefill, decode, router = servers
+    # The allocator reads its variables at the start of a process.
+    prefill.fork = decode.fork = False
     order = random.Random(0)
     wrong, prefill_mib, decode_mib = [], [], []
     with cluster.running(servers):

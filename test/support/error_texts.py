@@ -67,3 +67,12 @@ DECODE_TIMED_OUT = (
 DECODE_TIMED_OUT_ON_PREFILL = (
     DECODE_ABORTED if SINCE_0_5_18 else dict.fromkeys(DECODE_ABORTED, DECODE_TIMED_OUT)
 )
+
+
+def says_another_rank_failed(reason: str, backend: str) -> bool:
+    """Whether decode's reason is that the request failed on another of its ranks only.
+
+    Prefill of 0.5.18 tells all ranks that one of them has aborted, perhaps before they agree.
+    """
+    told = "Prefill failed: Aborted by decode"
+    return OTHER_RANK_FAILED[backend] in reason or (IS_0_5_18 and told in reason)

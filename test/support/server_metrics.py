@@ -1,9 +1,11 @@
 """What a server's `/metrics` says of KV transfers."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from pd_harness.cluster import LOCAL_HTTP, Server
 
@@ -17,13 +19,22 @@ def sums(server: Server, name: str, *by: str, **only: str) -> dict[tuple[str, ..
         name: The sample's, without `sglang_pd_`.
         only: Labels' values that samples must have.
     """
-    answer = httpx.get(f"{server.url}/metrics", timeout=SECONDS, **LOCAL_HTTP)
     found: dict[tuple[str, ...], float] = defaultdict(float)
-    for family in text_string_to_metric_families(answer.raise_for_status().text):
-        for sample in family.samples:
-            if sample.name == f"sglang_pd_{name}" and only.items() <= sample.labels.items():
-                found[tuple(sample.labels[label] for label in by)] += sample.value
+    for sample in _samples(server):
+        if sample.name == f"sglang_pd_{name}" and only.items() <= sample.labels.items():
+            found[tuple(sample.labels[label] for label in by)] += sample.value
     return dict(found)
+
+
+def series(server: Server) -> set[tuple[str, tuple[str, ...]]]:
+    """Returns all series' names and labels, also the engine's, without their labels' values."""
+    return {(sample.name, tuple(sorted(sample.labels))) for sample in _samples(server)}
+
+
+def _samples(server: Server) -> Iterator[Sample]:
+    answer = httpx.get(f"{server.url}/metrics", timeout=SECONDS, **LOCAL_HTTP)
+    for family in text_string_to_metric_families(answer.raise_for_status().text):
+        yield from family.samples
 
 
 def total(server: Server, name: str, **only: str) -> float:

@@ -97,6 +97,16 @@ def test_abort_gives_way_to_its_reason():
     assert rooms.records[0].kind == "peer_lost"
 
 
+def test_abort_of_another_rank_gives_way_to_that_of_the_client():
+    """Prefill tells all ranks what the first of them has said."""
+    rooms = rank_rooms("decode")
+    rooms.opened(1.0, 7, "", PEER, 5)
+    rooms.failed(2.0, 7, "Prefill failed: Aborted by decode")
+    rooms.failed(2.0, 7, "Aborted by AbortReq.")
+    rooms.ended(3.0, 7)
+    assert rooms.records[0].kind == "aborted_by_client"
+
+
 def test_abort_does_not_give_way_to_what_follows_from_it():
     """The other server, which decode has told of it, reports an abort, too, or does not answer."""
     rooms = rank_rooms("decode")
@@ -414,6 +424,8 @@ REASONS = {
     "Aborted by AbortReq.": "aborted_by_client",
     "Aborted by decode-side abort notification.": "aborted_by_peer",
     "Decode aborted the request: Aborted by AbortReq.": "aborted_by_peer",
+    "Aborted by decode": "aborted_by_peer",
+    "Prefill failed: Aborted by decode": "another_rank",
     "Prefill failed: Aborted on prefill": "aborted_by_peer",
     "Prefill failed: Aborted by AbortReq.": "aborted_by_peer",
     "Aborted before it was sent": "aborted_by_client",

@@ -21,7 +21,9 @@ _PATTERNS = (
         ANOTHER_RANK,
         r"[Ff]ailed on another rank|from another rank|another \w+ rank failed"
         # The engine's, of a rank that knows nothing else.
-        r"|Decode transfer failed",
+        r"|Decode transfer failed"
+        # Another rank of this server aborted, and prefill says so to all.
+        r"|Prefill failed: Aborted by decode",
     ),
     ("mismatch", r"KV verification failed|[Cc]orruption detected"),
     (

@@ -55,6 +55,8 @@ FAILED_SECONDS = 60.0
 # No request stays longer in one state: each has a time-out of its own, of minutes.
 SILENT_SECONDS = 3600.0
 UNKNOWN_PEER = "unknown"
+# Kinds of a known reason and of a later one that replaces it.
+_GIVES_WAY = {(ABORTED_BY_CLIENT, PEER_LOST), (ANOTHER_RANK, ABORTED_BY_CLIENT)}
 ROOM_TAKEN = "bootstrap_room is already in use by another request"
 
 
@@ -177,14 +179,15 @@ class Rooms:
         """The room has failed; the first reason counts.
 
         But the engine aborts the requests of a prefill server that does not answer as if their
-        clients had left, and only then is it known why.
+        clients had left, and only then is it known why; and a rank may learn that another one has
+        aborted before it sees itself that the client has left.
         """
         known = self.rooms.get(room)
         if known is None:
             return
         known.failed = known.failed or at
         kinds = (failure_kind(known.reason), failure_kind(reason))
-        if not known.reason or kinds == (ABORTED_BY_CLIENT, PEER_LOST):
+        if not known.reason or kinds in _GIVES_WAY:
             known.reason = reason
 
     def rejected(self, at: float, room: int, reason: str) -> None:
