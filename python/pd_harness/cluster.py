@@ -416,8 +416,8 @@ def router(
     port, metrics_port = free_ports(2)
     # The router's launcher imports an engine if it finds one, which takes 3 s: base has none, and
     # a fork has imported it.
-    like = next((server for server in prefills if server.fork), None)
-    python = like.command[0] if like else str(interpreter("base"))
+    forked = next((server for server in prefills if server.fork), None)
+    python = forked.command[0] if forked else str(interpreter("base"))
     command = [python, "-m", "sglang_router.launch_router"]
     command += ["--pd-disaggregation", "--host", HOST, "--port", str(port)]
     command += ["--prometheus-host", HOST, "--prometheus-port", str(metrics_port)]
@@ -435,10 +435,10 @@ def router(
         command,
         port,
         log,
-        dict(like.environment) if like else {},
+        dict(forked.environment) if forked else {},
         ready_path="/readiness",
         needs_others=True,
-        fork=like is not None,
+        fork=forked is not None,
     )
 
 

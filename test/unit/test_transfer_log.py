@@ -87,35 +87,43 @@ def test_first_reason_of_a_failure_counts():
     assert samples(rooms.series)["sglang_pd_failures_total", "prefill", PEER, "peer_lost"] == 1
 
 
-def test_abort_gives_way_to_its_reason():
-    """The engine aborts requests to a prefill server that does not answer as clients do."""
+@pytest.mark.parametrize(
+    "reasons, kind",
+    [
+        # The engine aborts requests to a prefill server that does not answer as clients do.
+        pytest.param(
+            (
+                "Aborted by AbortReq.",
+                "Bootstrap server h:1 did not return the prefill server's sizes and ranks",
+            ),
+            "peer_lost",
+            id="abort by the engine",
+        ),
+        # Prefill tells all ranks what the first of them has said.
+        pytest.param(
+            ("Prefill failed: Aborted by decode", "Aborted by AbortReq."),
+            "aborted_by_client",
+            id="abort of another rank",
+        ),
+        # The other server, which decode has told of it, reports an abort, too, or does not answer.
+        pytest.param(
+            (
+                "Aborted by AbortReq.",
+                "Prefill failed: Decode aborted the request: Aborted by AbortReq.",
+                "not all prefill ranks confirmed that they stopped writing",
+            ),
+            "aborted_by_client",
+            id="abort and what follows from it",
+        ),
+    ],
+)
+def test_kind_of_several_reasons(reasons, kind):
     rooms = rank_rooms("decode")
     rooms.opened(1.0, 7, "", PEER, 5)
-    rooms.failed(2.0, 7, "Aborted by AbortReq.")
-    rooms.failed(2.0, 7, "Bootstrap server h:1 did not return the prefill server's sizes and ranks")
-    rooms.ended(3.0, 7)
-    assert rooms.records[0].kind == "peer_lost"
-
-
-def test_abort_of_another_rank_gives_way_to_that_of_the_client():
-    """Prefill tells all ranks what the first of them has said."""
-    rooms = rank_rooms("decode")
-    rooms.opened(1.0, 7, "", PEER, 5)
-    rooms.failed(2.0, 7, "Prefill failed: Aborted by decode")
-    rooms.failed(2.0, 7, "Aborted by AbortReq.")
-    rooms.ended(3.0, 7)
-    assert rooms.records[0].kind == "aborted_by_client"
-
-
-def test_abort_does_not_give_way_to_what_follows_from_it():
-    """The other server, which decode has told of it, reports an abort, too, or does not answer."""
-    rooms = rank_rooms("decode")
-    rooms.opened(1.0, 7, "", PEER, 5)
-    rooms.failed(2.0, 7, "Aborted by AbortReq.")
-    rooms.failed(2.1, 7, "Prefill failed: Decode aborted the request: Aborted by AbortReq.")
-    rooms.failed(60.0, 7, "not all prefill ranks confirmed that they stopped writing")
+    for at, reason in enumerate(reasons, 2):
+        rooms.failed(float(at), 7, reason)
     rooms.ended(60.0, 7)
-    assert rooms.records[0].kind == "aborted_by_client"
+    assert rooms.records[0].kind == kind
 
 
 def test_failed_write_counts_without_its_time():

@@ -30,7 +30,7 @@ _is_active = False
 def activate() -> None:
     """Install stand-ins for missing packages, and hook the modules that need an adaptation.
 
-    Does nothing unless ``SGLANG_PD_CPU_HOST`` is set, nor the second time: Python 3.11 reads a
+    Does nothing unless ``SGLANG_PD_CPU_HOST`` is set, or if it has run before: Python 3.11 reads a
     virtual environment's ``.pth`` files twice.
 
     Raises:
